@@ -39,6 +39,8 @@ class Sample:
         fields: the arrays of a user's adapter, by name; each of one dtype and number of dimensions in all rows.
         size: the size of a row of fields, by which rows are divided evenly; rows of tokens have their length.
         left_out: tokens of reasoning that the row has and the chat template does not print; not stored in the cache.
+        prompt_differs: whether the trained answer is preceded by something else than the prompt with which the model
+            would generate it; not stored in the cache either.
     """
 
     input_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)
@@ -49,6 +51,7 @@ class Sample:
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)
     size: int = 0
     left_out: int = 0
+    prompt_differs: bool = False
 
     @property
     def length(self) -> int:

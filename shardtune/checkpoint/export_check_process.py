@@ -57,7 +57,8 @@ def adapted_logits_of(directory: Path) -> torch.Tensor:
 
     config = json.loads((directory / "adapter_config.json").read_text())
     base = config["base_model_name_or_path"]
-    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
+    of_hub = {"revision": config["revision"]} if config.get("revision") else {}
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32, **of_hub)
     by_module = config.get("trainable_token_indices")
     rows = 1 + max((row for ids in by_module.values() for row in ids), default=0) if isinstance(by_module, dict) else 0
     if rows > num_embeddings(model):

@@ -17,6 +17,7 @@ from shardtune.checkpoint.checksums import add_checksums
 from shardtune.checkpoint.hf_save import gather_full, save_error
 from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
 from shardtune.checkpoint.weight_files import WeightTensor, find_weights
+from shardtune.config.hub_name import split_revision
 from shardtune.errors import ModelError
 from shardtune.models.lora.attach import ADAPTER, BaseTensor, adapter_config, base_tensors, lora_layers, token_rows
 from shardtune.models.lora.init import INITIAL, merged, with_rows
@@ -123,7 +124,7 @@ def save_adapter(
     rank, as the difference of two products, so that it fits the base model as that is on disk.
 
     Args:
-        base: the base model's directory or Hub name, where it has one.
+        base: the base model's directory or Hub name, with its revision, where it has one.
         dtype: of the tensors; None: as they are.
         tensors: by the names in the model, in full precision; None: the model's own.
         gather: makes one of them whole; all ranks call it in the same order.
@@ -236,7 +237,7 @@ def _rank_dimension(key: str) -> int:
 
 def _stored_config(model: nn.Module, base: str | None, *, doubled: bool) -> peft.LoraConfig:
     config = deepcopy(adapter_config(model))
-    config.base_model_name_or_path = base
+    config.base_model_name_or_path, config.revision = (None, None) if base is None else split_revision(base)
     config.inference_mode = True
     config.init_lora_weights = True  # the initialisation no longer matters, and PEFT would repeat it
     if doubled:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
@@ -15,7 +16,7 @@ from shardtune.checkpoint.optimizer import Names, load_optimizer_tensors, optimi
 from shardtune.errors import CheckpointError
 from shardtune.parallel.fsdp2 import Weights
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 STATE_FILE = "worker.json"
 
 
@@ -26,6 +27,7 @@ def save_training(
     state: Mapping[str, object],
     *,
     writes_state: bool,
+    average: Mapping[str, torch.Tensor] | None = None,
     background: Sequence[dist.ProcessGroup | None] | None = None,
 ) -> list[PendingSave]:
     """Write weights, optimizer and `state` into a folder; every rank calls it.
@@ -36,8 +38,10 @@ def save_training(
         optimizer: of these weights.
         state: JSON values.
         writes_state: whether this rank writes `state`.
-        background: two process groups that nothing else uses: return once the tensors are copied; the caller waits for
-            the returned saves. None: return when everything is on the disk.
+        average: of the weights, in the layout of checkpoints, where one is kept.
+        background: process groups that nothing else uses, one for each of weights, optimizer and average: return once
+            the tensors are copied; the caller waits for the returned saves. None: return when everything is on the
+            disk.
     """
     tensors = weights.checkpointed()
     moments, description = optimizer_tensors(optimizer, _names(weights), weights)
@@ -47,11 +51,16 @@ def save_training(
     if background is None:
         save_tensors(folder / MODEL, tensors)
         save_tensors(folder / OPTIMIZER, moments)
+        if average is not None:
+            save_tensors(folder / AVERAGE, dict(average))
         return []
-    for_model, for_optimizer = background  # both write at the same time, so neither may use the other's connections
+    parts = {MODEL: tensors, OPTIMIZER: moments}
+    if average is not None:
+        parts[AVERAGE] = dict(average)
+    # All write at the same time, so none may use another's connections.
     return [
-        async_save_tensors(folder / MODEL, tensors, process_group=for_model),
-        async_save_tensors(folder / OPTIMIZER, moments, process_group=for_optimizer),
+        async_save_tensors(folder / name, part, process_group=group)
+        for (name, part), group in zip(parts.items(), background, strict=True)
     ]
 
 
@@ -77,6 +86,21 @@ def load_weights_only(folder: Path, weights: Weights) -> dict[str, Any]:
     load_tensors(folder / MODEL, tensors)
     weights.take(tensors)
     return state
+
+
+def load_average(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill tensors in the layout of checkpoints with the averaged weights of a checkpoint; all ranks call it.
+
+    Raises:
+        CheckpointError: it has none, or those of another model.
+    """
+    if not (folder / AVERAGE).is_dir():
+        raise CheckpointError(
+            "the checkpoint has no averaged weights: it was written without actor.optim.ema_decay",
+            where=str(folder),
+            remedy="leave actor.optim.ema_decay out, or set actor.optim.ema_use: false to evaluate or export",
+        )
+    load_tensors(folder / AVERAGE, tensors)
 
 
 def read_training_state(folder: Path) -> dict[str, Any]:

@@ -45,4 +45,11 @@ Trust = Annotated[
         "you trained needs none.",
     ),
 ]
+TemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="Values for the chat template, such as '{\"enable_thinking\": false}'; they replace those of the run.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the sampling: the same seed gives the same answers.")]

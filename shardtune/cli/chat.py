@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import RowError, caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.rows import image_parts
+from shardtune.data.row_formats import ARGUMENTS, read_arguments
 from shardtune.errors import CONTROL, DataError, printable
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.run import Run, answering
@@ -34,11 +36,13 @@ class Question:
         prompt: a user's turn, or a whole conversation that ends with one.
         images: of its column `images` or `image`.
         tools: of its column `tools`.
+        template_kwargs: of its column `chat_template_kwargs`.
     """
 
     prompt: str | list[Message]
     images: Sequence[object]
     tools: object = None
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
 
 
 def read_prompts(file: Path) -> list[Question]:
@@ -65,8 +69,12 @@ def _question(line: bytes, where: str) -> Question:
         raise DataError("the row has no prompt", where=where, remedy=ROWS)
     prompt, images = row[key], row.get("images") or row.get("image") or []
     images = images if isinstance(images, list) else [images]
+    try:
+        given = read_arguments(row.get(ARGUMENTS))
+    except RowError as error:
+        raise DataError(error.reason, where=where, remedy=ROWS) from error
     if isinstance(prompt, str):
-        return Question(prompt, images, row.get("tools"))
+        return Question(prompt, images, row.get("tools"), given)
     turns = prompt if isinstance(prompt, list) else []
     good = [turn for turn in turns if isinstance(turn, dict) and isinstance(turn.get("role"), str)]
     said = [turn for turn in good if isinstance(turn.get("content"), (str, list)) or any(map(turn.get, CALLS))]
@@ -74,12 +82,12 @@ def _question(line: bytes, where: str) -> Question:
         raise DataError(
             f"the prompt is {json.dumps(prompt)[:80]}, neither text nor a list of messages", where=where, remedy=ROWS
         )
-    return Question(turns, images, row.get("tools"))
+    return Question(turns, images, row.get("tools"), given)
 
 
 def answer_line(question: Question, answer: str) -> str:
     """A question with its answer as a line of JSON, in which characters that control a terminal are escaped."""
-    given = {"images": question.images, "tools": question.tools}
+    given = {"images": question.images, "tools": question.tools, ARGUMENTS: question.template_kwargs}
     row = {"prompt": question.prompt, **{key: value for key, value in given.items() if value}, "answer": answer}
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False))
 
@@ -91,7 +99,13 @@ class _Streamer(TextStreamer):
         super().on_finalized_text(printable(text), stream_end)
 
 
-def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> None:
+def chat(
+    run: Run,
+    checkpoint: str,
+    system: str | None,
+    sampling: Sampling,
+    template_kwargs: Mapping[str, object] = MappingProxyType({}),
+) -> None:
     """Read turns and stream the answers, until an empty line or the end of input.
 
     `/image PATH` adds an image to the next turn; `/reset` clears the conversation.
@@ -119,7 +133,7 @@ def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> N
             continue
         try:
             turns = [*messages, {"role": "user", "content": image_parts(text, images) if images else text}]
-            prompt = encoder.prompt(turns)
+            prompt = encoder.prompt(turns, template_kwargs=template_kwargs)
         except Exception as error:
             console.print(printable(caused_by(error, text).reason), markup=False)
             continue

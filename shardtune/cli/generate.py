@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from shardtune.cli.arguments import (
     RunOrModel,
     Seed,
     Temperature,
+    TemplateKwargs,
     TopP,
     Trust,
 )
@@ -29,8 +31,8 @@ def generate(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="A JSONL file with rows {prompt}, {question} or {messages}, with images and tools; answered in order. "
-            "Relative paths of images start at the file."
+            help="A JSONL file with rows {prompt}, {question} or {messages}, with images, tools and "
+            "chat_template_kwargs; answered in order. Relative paths of images start at the file."
         ),
     ] = None,
     image: Annotated[
@@ -50,6 +52,7 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    template_kwargs: TemplateKwargs = None,
     trust: Trust = None,
 ) -> None:
     """Answer prompts with a run's model or any other: plain text for prompts, JSON lines for --file.
@@ -84,6 +87,7 @@ def generate(
     from shardtune.evaluate.generate import Sampling
     from shardtune.run.plain_model import load_run_or_model
 
+    given = _template_kwargs(template_kwargs)
     questions = read_prompts(file) if file else [Question(text, image or []) for text in prompts]
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answers = load_run_or_model(target, trust=trust or ()).generate(
@@ -95,6 +99,7 @@ def generate(
         images=[question.images for question in questions],
         tools=[question.tools for question in questions],
         folder=file.parent if file else None,
+        template_kwargs=[{**given, **question.template_kwargs} for question in questions],
     )
     for question, answer in zip(questions, answers, strict=True):
         typer.echo(answer_line(question, answer) if file else printable(answer))
@@ -110,6 +115,7 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    template_kwargs: TemplateKwargs = None,
     trust: Trust = None,
 ) -> None:
     """Chat with a run's model or any other; /reset clears the conversation, an empty line or Ctrl-D ends it.
@@ -134,7 +140,23 @@ def chat(
     from shardtune.run.plain_model import load_run_or_model
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    talk(load_run_or_model(target, trust=trust or ()), checkpoint, system, sampling)
+    given = _template_kwargs(template_kwargs)
+    talk(load_run_or_model(target, trust=trust or ()), checkpoint, system, sampling, given)
+
+
+def _template_kwargs(text: str | None) -> dict[str, object]:
+    """The values of the option `--template-kwargs`."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    raise ConfigError(
+        f"{text!r} is no JSON object",
+        where="--template-kwargs",
+        remedy="write names with their values: --template-kwargs '{\"enable_thinking\": false}'",
+    )
 
 
 def _target(command: str, words: list[str] | None, model: str | None, adapter: str | None) -> tuple[str, list[str]]:

@@ -169,6 +169,20 @@ def _length(context: Context) -> Iterator[ConfigError]:
             f"data.max_length ({length} tokens) is more than one forward pass may hold ({key}: {limit})",
             f"raise {key} to {length} or lower data.max_length",
         )
+    data = context.recipe.data
+    if data.split_stride is not None and data.on_too_long != "split":
+        yield context.problem(
+            "data.split_stride",
+            f"data.split_stride ({data.split_stride}) has no effect with data.on_too_long: {data.on_too_long}",
+            "set data.on_too_long: split, or leave it out",
+        )
+    elif data.split_stride is not None and data.split_stride >= length:
+        yield context.problem(
+            "data.split_stride",
+            f"data.split_stride ({data.split_stride}) is not below data.max_length ({length}), so the first token of a "
+            "window would never be a target",
+            f"set at most {length - 1}, which is what null stands for",
+        )
 
 
 def _schedule(context: Context) -> Iterator[ConfigError]:
@@ -367,6 +381,10 @@ def _lora(context: Context) -> Iterator[ConfigError]:
         "init": [
             ("no effect with load_from, whose weights are loaded", lora.init is not True and lora.load_from),
             ("an even r", lora.init == "orthogonal" and lora.r % 2),
+            (
+                "even ranks in rank_pattern",
+                lora.init == "orthogonal" and any(r % 2 for r in lora.rank_pattern.values()),
+            ),
             ("adapters without DoRA", lora.init == "mica" and lora.use_dora),
             ("linear layers, not target_parameters", lora.init not in (True, False) and lora.target_parameters),
             (
@@ -381,6 +399,14 @@ def _lora(context: Context) -> Iterator[ConfigError]:
         "target_modules": [
             ("target_parameters, if it is empty", not lora.target_modules and not lora.target_parameters)
         ],
+        "layers_pattern": [("layers_to_transform", lora.layers_pattern and lora.layers_to_transform is None)],
+        "layers_to_transform": [
+            (
+                "no target_parameters, for which PEFT does not use it; name these with their layers",
+                lora.layers_to_transform is not None and lora.target_parameters and not lora.load_from,
+            )
+        ],
+        "exclude_modules": [("target_modules", lora.exclude_modules and not lora.target_modules)],
         "base_dtype": [("precision: bf16", lora.base_dtype == "bf16" and model.precision != "bf16")],
     }
     for name, rules in contradictions.items():

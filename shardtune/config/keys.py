@@ -99,6 +99,8 @@ OTHER_NAMES = {
     "output_dir": "runner.logger.log_path",
     "run_name": "runner.logger.experiment_name",
     "name_or_path": "actor.model.model_path",
+    "revision": "actor.model.model_path",
+    "model_revision": "actor.model.model_path",
     "model_name_or_path": "actor.model.model_path",
     "base_model": "actor.model.model_path",
     "dtype": "actor.model.precision",

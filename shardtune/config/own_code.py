@@ -29,9 +29,8 @@ def named_code(recipe: Recipe) -> dict[str, str]:
             match = FUNCTION_IN_FILE.fullmatch(text) if isinstance(text, str) else None
             if match is not None:
                 found.setdefault(match["file"], key)
-    environment = recipe.eval.environment
-    if environment is not None and ENVIRONMENT_OF_OTHERS.fullmatch(environment):  # gymnasium imports modules, too
-        found.setdefault(environment, "eval.environment")
+            elif isinstance(text, str) and ENVIRONMENT_OF_OTHERS.fullmatch(text):  # gymnasium imports modules, too
+                found.setdefault(text, key)
     for name in recipe.eval.harness:  # a task's YAML file may name functions of a file beside it
         if name.endswith(TASK_FILES):
             found.setdefault(name, TASK_KEY)

@@ -18,15 +18,15 @@ FORMATS = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".a
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 MODEL_KEYS = ("actor.model.model_path", "actor.tokenizer.tokenizer_model")
 FUNCTION_KEYS = (
-    *("actor.worker", "actor.model.adapter", "actor.loss", "data.transform"),
+    *("actor.worker", "actor.model.adapter", "actor.loss", "actor.optim.name", "data.transform"),
     *("eval.match", "eval.environment", "runner.callbacks", "eval.metrics"),
     "runner.logger.logger_backends",
 )
+TEMPLATE_KEY = "data.chat_template"
 TASK_KEY = "eval.harness"
 FILE_KEYS = ("actor.model.lora.load_from", "actor.model.action_statistics", "data.chat_template", "data.quarantine")
 PATH_KEYS = {
-    **dict.fromkeys(FILE_KEYS),
-    "data.chat_template": "chatml",
+    **dict.fromkeys(key for key in FILE_KEYS if key != TEMPLATE_KEY),
     "data.cache_dir": None,
     "runner.resume_dir": "auto",
 }
@@ -40,7 +40,10 @@ OPTION_KEYS: Mapping[str, tuple[str, ...]] = {
 """Options of ready policies that may name a file or directory, and the words in its place that are none."""
 
 DATA_KEYS = ("data.train_data_paths", "data.eval_data_paths")
-ALL_KEYS = ("plugins", "runner.logger.log_path", *MODEL_KEYS, *FUNCTION_KEYS, *PATH_KEYS, *OPTION_KEYS, *DATA_KEYS)
+ALL_KEYS = (
+    *("plugins", "runner.logger.log_path", *MODEL_KEYS, *FUNCTION_KEYS, *PATH_KEYS),
+    *(TEMPLATE_KEY, *OPTION_KEYS, *DATA_KEYS),
+)
 """All keys that may hold a path."""
 
 
@@ -94,6 +97,7 @@ def make_absolute(tree: Tree, base: Path, origins: Mapping[str, str] | None = No
         (["runner.logger.log_path"], lambda path: _absolute(path, Path.cwd())),
         ((*MODEL_KEYS, *_option_keys(tree)), lambda text: _model(text, base)),
         (FUNCTION_KEYS, lambda text: _function(text, base)),
+        ([TEMPLATE_KEY], lambda text: _template(text, base)),
         ([TASK_KEY], lambda text: _absolute(text, base) if text.endswith(TASK_FILES) else text),
         ([key for key, special in PATH_KEYS.items() if get_value(tree, key) != special], lambda p: _absolute(p, base)),
     ]
@@ -178,6 +182,11 @@ def _looks_like_path(text: str) -> bool:
 def _model(text: str, base: Path) -> str:
     """A model's directory made absolute; `org/name` that is no directory here is left as a Hub name."""
     return _absolute(text, base) if _looks_like_path(text) or exists(base / text) else text
+
+
+def _template(text: str, base: Path) -> str:
+    """A template's file made absolute; a word that names no file here may name a template of the tokenizer."""
+    return _absolute(text, base) if "/" in text or Path(text).suffix or exists(base / text) else text
 
 
 def _plugin(text: str, base: Path) -> str:

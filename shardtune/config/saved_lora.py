@@ -23,7 +23,14 @@ FIXED = {
     "use_rslora": "use_rslora",
     "use_dora": "use_dora",
     "modules_to_save": "modules_to_save",
+    "exclude_modules": "exclude_modules",
+    "layers_to_transform": "layers_to_transform",
+    "layers_pattern": "layers_pattern",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
 }
+EMPTY: dict[str, object] = {"layers_to_transform": None, "rank_pattern": {}, "alpha_pattern": {}}
+"""What stands for null in PEFT's file; for the other keys it is an empty list."""
 FREE = {"dropout": "lora_dropout"}
 
 
@@ -78,10 +85,10 @@ def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) ->
 
 def _value(stored: Mapping[str, object], name: str) -> object:
     value = stored[name]
+    if name != "r" and (value is None or value in ("", [], {})):
+        return EMPTY.get(name, [])
     if isinstance(value, list):
         return sorted(value)
-    if value is None and name != "r":
-        return []  # of lists alone
     return float(value) if isinstance(value, int) and name in ("lora_alpha", "lora_dropout") else value
 
 

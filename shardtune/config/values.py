@@ -242,6 +242,19 @@ def _text_or_texts(value: object) -> object:
     return value if (isinstance(value, str) and value) or value == [] else _texts(value)
 
 
+def _patterns(value: object) -> object:
+    for each in value if isinstance(value, list) else [value]:
+        _regular_expression(each)
+    return _text_or_texts(value)
+
+
+def _layer_numbers(value: object) -> object:
+    numbers = value if isinstance(value, list) else [value]
+    if numbers and all(type(number) is int and number >= 0 for number in numbers):
+        return value
+    raise ValueError("not the numbers of layers")
+
+
 def _checkpointing(value: object) -> object:
     if isinstance(value, bool) or value == "selective":
         return value
@@ -269,6 +282,7 @@ def _regular_expression(value: object) -> object:
 
 Text = Annotated[str, Field(min_length=1), Allowed("text")]
 Number = Annotated[float, BeforeValidator(_number)]
+Scale = Annotated[Number, Field(gt=0)]
 Arguments = Annotated[dict[str, object], BeforeValidator(_arguments)]
 Count = Annotated[int, Field(ge=1)]
 RankCount = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -303,6 +317,12 @@ AnswerPattern = Annotated[
 NamePattern = Annotated[str, Field(min_length=1), BeforeValidator(_regular_expression), Allowed("a regular expression")]
 Names = Annotated[list[str], BeforeValidator(_texts), Allowed("a list of names")]
 NameOrNames = Annotated[str | list[str], BeforeValidator(_text_or_texts), Allowed("a name or a list of names")]
+NamePatterns = Annotated[
+    str | list[str], BeforeValidator(_patterns), Allowed("a regular expression, or a list of names")
+]
+LayerNumbers = Annotated[
+    int | list[int], BeforeValidator(_layer_numbers), Allowed("a whole number >= 0, or a list of them")
+]
 LoraInit = Annotated[
     bool | str,
     BeforeValidator(_lora_init),

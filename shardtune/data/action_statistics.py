@@ -27,10 +27,12 @@ from shardtune.data.robot.content import content_digest
 from shardtune.data.robot.frames import describe_frame
 from shardtune.data.robot.lerobot_frames import FileVectors, read_vectors
 from shardtune.data.robot.quantiles import Quantiles
+from shardtune.data.robot.recordings import recording_vectors
 from shardtune.data.robot.representation import ENTRY as REPRESENTATION
 from shardtune.data.robot.running_stats import Moments
 from shardtune.data.sources.resolve import (
     LEROBOT,
+    ROBOT_KINDS,
     DataOptions,
     Source,
     SourceFile,
@@ -349,7 +351,7 @@ def _key(source: Source, root: Path, skip_bad: bool) -> str:
     depends = {
         "version": STATISTICS_VERSION,
         "name": source.name,
-        "files": [[content_digest(file.path, root), file.kind, file.part] for file in source.files],
+        "files": [[content_digest(file.path, root, file.part), file.kind, file.part] for file in source.files],
         "columns": dict(source.columns),
         "transform": None if source.transform is None else [source.transform.digest, source.transform.spec],
         "skip_bad": skip_bad,
@@ -367,8 +369,8 @@ def _represented(statistics: Statistics, source: Source) -> Statistics:
 
 def _vectors(source: Source, skip_bad: bool) -> Iterator[Vectors]:
     for file in source.files:
-        if file.kind == LEROBOT and source.transform is None and source.representation is None:
-            for whole in read_vectors(file.path, file.part, source.columns):
+        if file.kind in ROBOT_KINDS and source.transform is None and source.representation is None:
+            for whole in _file_vectors(file, source.columns):
                 fine = np.asarray(np.isfinite(whole.actions).all(axis=1))
                 if whole.state is not None:
                     fine = fine & np.isfinite(whole.state).all(axis=1)
@@ -376,11 +378,17 @@ def _vectors(source: Source, skip_bad: bool) -> Iterator[Vectors]:
                     raise _not_finite(file, whole, int(np.flatnonzero(~fine)[0]))
                 kept = whole.of(fine)
                 if len(kept.actions):
-                    episodes = np.unique(kept.episodes).tolist()
-                    place = f"{file.label}: episode {episodes[0]}"
+                    episodes = [(file.label, episode) for episode in np.unique(kept.episodes).tolist()]
+                    place = f"{file.label}: episode {episodes[0][1]}"
                     yield Vectors(source.name, episodes, kept.actions, kept.state, place)
         else:
             yield from _row_vectors(source, file, skip_bad)
+
+
+def _file_vectors(file: SourceFile, columns: Mapping[str, str]) -> Iterator[FileVectors]:
+    if file.kind == LEROBOT:
+        return read_vectors(file.path, file.part, columns)
+    return recording_vectors(file.kind, file.path, file.part, columns)
 
 
 def _not_finite(file: SourceFile, vectors: FileVectors, at: int) -> DataError:

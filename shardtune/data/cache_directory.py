@@ -8,9 +8,10 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from shardtune.data.checksum import is_sealed, sealed
 from shardtune.errors import DataError, printable
@@ -55,16 +56,45 @@ def cache_error(error: OSError, folder: Path) -> DataError:
 
 def file_digest(path: Path, root: Path) -> str:
     """The hash of a file's bytes; remembered in the cache, so that an unchanged file is read once."""
+
+    def read() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+
     status = path.stat()
-    seen = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    memo = root / "hashes" / (hashlib.blake2b(str(path.absolute()).encode(), digest_size=20).hexdigest() + ".json")
+    return _remembered(str(path.absolute()), _facts(status), [status], root, read)
+
+
+def files_digest(folder: Path, files: Sequence[Path], root: Path) -> str:
+    """The hash of the names and bytes of many files below a folder; remembered as one, and each by itself."""
+    states = [file.stat() for file in files]
+    names = [str(file)[len(str(folder)) :] for file in files]
+    seen = [[name, *_facts(status)] for name, status in zip(names, states, strict=True)]
+    whole = hashlib.blake2b(json.dumps(seen).encode(), digest_size=20).hexdigest()
+
+    def read() -> str:
+        content = [[name, file_digest(file, root)] for name, file in zip(names, files, strict=True)]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=20).hexdigest()
+
+    return _remembered(f"{folder.absolute()}/*", [whole], states, root, read)
+
+
+def _facts(status: os.stat_result) -> list[int]:
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _remembered(
+    name: str, seen: list[Any], states: Sequence[os.stat_result], root: Path, read: Callable[[], str]
+) -> str:
+    """A hash that was read when files looked as they do now, or that is read."""
+    memo = root / "hashes" / (hashlib.blake2b(name.encode(), digest_size=20).hexdigest() + ".json")
     with suppress(OSError, ValueError, KeyError, TypeError):
         remembered = json.loads(memo.read_text())
         if is_sealed(remembered) and remembered["seen"] == seen:
             return remembered["digest"]
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
-    if time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED_SECONDS:
+    digest = read()
+    newest = max((max(status.st_mtime, status.st_ctime) for status in states), default=0.0)
+    if time.time() - newest > _SETTLED_SECONDS:
         with suppress(OSError):
             memo.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(memo, json.dumps(sealed({"seen": seen, "digest": digest})).encode())

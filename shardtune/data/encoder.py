@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -16,7 +16,7 @@ from shardtune.data.robot.representation import Representation
 from shardtune.errors import DataError, ShardtuneError
 
 Row = Mapping[str, Any]
-TooLong = Literal["truncate", "drop", "fail"]
+TooLong = Literal["truncate", "drop", "fail", "split"]
 
 
 class RowError(Exception):
@@ -87,8 +87,9 @@ class Encoder(Protocol):
         """The whole row, however long. Raises `RowError` for a row that cannot be used."""
         ...
 
-    def fit(self, sample: Sample) -> Sample:
-        """The sample within the length limit. Raises `RowDropped`, or `DataError` where too long is an error."""
+    def fit(self, sample: Sample) -> Sample | Sequence[Sample]:
+        """The sample within the length limit, or several parts of it. Raises `RowDropped`, or `DataError` where too
+        long is an error."""
         ...
 
     def weights(self, sample: Sample) -> Mapping[str, float]:
@@ -152,13 +153,21 @@ def frames_of(encoder: Encoder) -> FrameOptions | None:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """How long a row may be, in tokens, and what happens to a longer one."""
+    """How long a row may be, in tokens, and what happens to a longer one.
+
+    Attributes:
+        max_length: tokens of a row.
+        on_too_long: what happens to a longer one.
+        stride: how many tokens further each part of a row that is split begins; None: so many that every token but
+            the first is a target once.
+    """
 
     max_length: int
     on_too_long: TooLong
+    stride: int | None = None
 
-    def apply(self, sample: Sample) -> Sample:
-        """The sample, or its first `max_length` tokens. A prompt that does not fit itself is left out.
+    def apply(self, sample: Sample) -> Sample | list[Sample]:
+        """The sample, its first `max_length` tokens, or its windows. A prompt that does not fit itself is left out.
 
         Fields are not cut: only the encoder can map them to tokens.
         """
@@ -168,12 +177,39 @@ class LengthLimit:
         if self.on_too_long == "drop":
             raise RowDropped(f"{sample.length:,} tokens")
         if self.on_too_long == "fail":
-            raise DataError(reason, remedy="raise data.max_length, or set data.on_too_long to truncate or drop")
+            raise DataError(reason, remedy="raise data.max_length, or set data.on_too_long to truncate, drop or split")
+        if self.on_too_long == "split":
+            return self._windows(sample, reason)
+        return self._part(sample, 0)
+
+    def _windows(self, sample: Sample, reason: str) -> list[Sample]:
+        """The parts of a long row: each target is one in the first part that has it, behind as many tokens as repeat
+        the end of the part before.
+
+        Worked example: 7 tokens in windows of 4 with a stride of 3 are 0 1 2 3 and 3 4 5 6; token 3 is a target in the
+        first alone, and in the second what the others are predicted from.
+        """
+        if sample.fields:
+            raise DataError(
+                f"{reason}, and a row with images or other fields cannot be split",
+                remedy="set data.on_too_long to truncate or drop, or raise data.max_length",
+            )
+        stride = self.stride or self.max_length - 1
+        further = -(-(len(sample.input_ids) - self.max_length) // stride)
+        parts = [self._part(sample, 0)]
+        for number in range(1, further + 1):
+            part = self._part(sample, number * stride)
+            weights = part.loss_weights.copy()
+            weights[: self.max_length - stride] = 0.0
+            parts.append(replace(part, loss_weights=weights, prompt_ids=None, reference=None, question=None))
+        return parts
+
+    def _part(self, sample: Sample, start: int) -> Sample:
         prompt_fits = sample.prompt_ids is not None and len(sample.prompt_ids) <= self.max_length
         return replace(
             sample,
-            input_ids=sample.input_ids[: self.max_length],
-            loss_weights=sample.loss_weights[: self.max_length],
+            input_ids=sample.input_ids[start : start + self.max_length],
+            loss_weights=sample.loss_weights[start : start + self.max_length],
             prompt_ids=sample.prompt_ids if prompt_fits else None,
             reference=sample.reference if prompt_fits else None,
             question=sample.question if prompt_fits else None,

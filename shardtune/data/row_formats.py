@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.messages import REASONING_KEYS, excerpt, loss_weight_of, numbered, parsed, read_turns, role_of
 from shardtune.data.row_shapes import advice
+from shardtune.data.token_rows import Tokens, read_tokens
 
+ARGUMENTS = "chat_template_kwargs"
+"""The column of a row's own values for the chat template."""
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -23,11 +26,13 @@ class Chat:
             `reasoning_content`, and other keys of the row, for the chat template.
         weights: the `loss_weight` of each message, None where the row has none.
         tools: tool definitions as JSON schemas, None without.
+        arguments: the row's own values for the chat template, by name.
     """
 
     messages: tuple[dict[str, Any], ...]
     weights: tuple[float | None, ...]
     tools: tuple[dict[str, Any], ...] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Text:
     text: str
 
 
-Example = Chat | Completion | Text
+Example = Chat | Completion | Text | Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +82,14 @@ def recognise(row: Row) -> RowFormat:
                 f"the row looks like {known.title}, but has no {' and no '.join(missing)} (its keys: {keys}).\n"
                 + advice(row, missing)
             )
-    formats = "; ".join(" and ".join(known.keys) for known in FORMATS)
+    formats = ", ".join("/".join(known.keys) for known in FORMATS)
     raise RowError(
-        f"the row has a format that is not known. Its keys: {keys}.\n    Known rows have: {formats}.\n" + advice(row)
+        f"the row has a format that is not known. Its keys: {keys}.\n    Known rows: {formats}.\n" + advice(row)
     )
 
 
 def read_example(row: Row, name: str | None = None) -> Example:
-    """The row as a conversation, a prompt with its completion, or text.
+    """The row as a conversation, a prompt with its completion, text, or tokens.
 
     Args:
         name: the format, if the recipe names it; otherwise it is recognised.
@@ -133,13 +138,17 @@ def _require_keys(row: Row, known: RowFormat) -> None:
 
 def as_row(example: Example) -> dict[str, object]:
     """The example as a row that `read_example` recognises and reads back unchanged."""
+    if isinstance(example, Tokens):
+        weights = {"loss_weights": example.weights.tolist()} if example.marked else {}
+        return {"input_ids": example.ids.tolist(), **weights}
     if isinstance(example, Text):
         return {"text": example.text}
     if isinstance(example, Completion):
         return {"prompt": example.prompt, "completion": example.completion}
     pairs = zip(example.messages, example.weights, strict=True)
     messages = [message if weight is None else {**message, "loss_weight": weight} for message, weight in pairs]
-    return {"messages": messages, "tools": list(example.tools) if example.tools else None}
+    row = {"messages": messages, "tools": list(example.tools) if example.tools else None}
+    return {**row, ARGUMENTS: dict(example.arguments)} if example.arguments else row
 
 
 def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
@@ -182,6 +191,7 @@ def _read_question(row: Row) -> Chat:
 def _read_completion(row: Row) -> Example:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
+        _refuse_arguments(row)
         return Completion(prompt, _filled(completion, "completion"))
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RowError("prompt and completion must both be text, or both lists of messages")
@@ -192,10 +202,17 @@ def _read_completion(row: Row) -> Example:
 
 
 def _read_text(row: Row) -> Text:
+    _refuse_arguments(row)
     return Text(_filled(_text(row, "text"), "text"))
 
 
+def _refuse_arguments(row: Row) -> None:
+    if row.get(ARGUMENTS):
+        raise RowError(f"{ARGUMENTS} is for a chat template, which plain text has none of; give messages")
+
+
 FORMATS = (
+    RowFormat("tokens", "tokens", ("input_ids",), read_tokens),
     RowFormat("messages", "chat messages", ("messages",), _read_messages),
     RowFormat("sharegpt", "ShareGPT conversations", ("conversations",), _read_sharegpt),
     RowFormat("instruction", "instruction/input/output", ("instruction", "output"), _read_alpaca),
@@ -251,7 +268,7 @@ def _chat(turns: Sequence[Mapping[str, object]], row: Row) -> Chat:
         weights.insert(0, None)
     _require_answers(messages, weights)
     _name_calls(messages)
-    return Chat(tuple(messages), tuple(weights), read_tools(row.get("tools")))
+    return Chat(tuple(messages), tuple(weights), read_tools(row.get("tools")), read_arguments(row.get(ARGUMENTS)))
 
 
 def _require_answers(messages: list[dict[str, Any]], weights: list[float | None]) -> None:
@@ -278,6 +295,18 @@ def _name_calls(messages: list[dict[str, Any]]) -> None:
         for call in message.get("tool_calls") or ():
             count += 1
             waiting.append(call.setdefault("id", f"call{count:05d}"))
+
+
+def read_arguments(value: object) -> dict[str, Any]:
+    """A row's own values for the chat template, a mapping or its JSON text; null counts as not given.
+
+    Raises:
+        RowError: it is something else.
+    """
+    given = parsed(value, ARGUMENTS) if value else {}
+    if not isinstance(given, Mapping):
+        raise RowError(f"{ARGUMENTS} is {excerpt(value)}, not a mapping of names to values")
+    return {str(name): one for name, one in given.items() if one is not None}
 
 
 def read_tools(value: object) -> tuple[dict[str, Any], ...] | None:

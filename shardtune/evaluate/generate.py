@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,8 +84,10 @@ class Generator:
     ) -> list[list[int]]:
         """The tokens of each answer, its first stop token included, in the order of the prompts, on every rank.
 
-        Prompts are sorted by length, so that those of a batch have about the same. A rank without a batch in the last
-        round computes another rank's and discards the answers: it has to take part in the all-gathers of the weights.
+        Prompts are sorted by length, so that those of a batch have about the same; exactly the same where the model
+        computes a padded prompt otherwise (learned positions that count the padding). A rank without a batch in the
+        last round computes another rank's and discards the answers: it has to take part in the all-gathers of the
+        weights.
 
         Worked example: 10 prompts, `batch_rows` = 4, 2 ranks, sampling. Batches hold 4, 4 and 2 prompts. In round 1
         rank 0 has batch 0 and rank 1 batch 1; in round 2 rank 0 has batch 2, and rank 1 computes it too. Greedy
@@ -107,14 +110,20 @@ class Generator:
         # None: prompts share batches. False and True: each is continued alone, and at one time all ranks do one kind.
         kinds = [self._root.prompts_apart(prompt) for prompt in prompts]
         rounds: list[list[list[int]]] = []
+        was_training = self._root.training
+        self._root.eval()
         for kind in (None, False, True):
             own = [number for number in order if kinds[number] is kind]
             size = rows if kind is None else 1
-            batches = [own[start : start + size] for start in range(0, len(own), size)]
+            together = self._batched([prompts[number] for number in own], companion) if size > 1 else [len(own)]
+            batches, start = [], 0
+            for count in together:
+                batches += [
+                    own[first : min(first + size, start + count)] for first in range(start, start + count, size)
+                ]
+                start += count
             rounds += [batches[start : start + num_ranks] for start in range(0, len(batches), num_ranks)]
         mine: list[tuple[int, list[int]]] = []
-        was_training = self._root.training
-        self._root.eval()
         for place, batches in enumerate(rounds):
             poll()
             idle = self._ranks.data_rank >= len(batches)
@@ -128,9 +137,18 @@ class Generator:
         found = dict(pair for part in self._ranks.gather(mine) for pair in part)
         return [found[number] for number in range(len(prompts))]
 
-    def _answer(
-        self, batch: list[Prompt], companion: Prompt | None, sampling: Sampling, streamer: object | None
-    ) -> list[list[int]]:
+    def _batched(self, prompts: list[Prompt], companion: Prompt | None) -> list[int]:
+        """How many prompts, sorted by length, may be in a batch one after the other: all, or those of each length."""
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        if len(set(lengths)) < 2:
+            return [len(prompts)]
+        alone, padded = (self._inputs(batch, companion) for batch in ([prompts[-1]], [prompts[-1], prompts[0]]))
+        if not self._root.padding_changes(alone, padded):
+            return [len(prompts)]
+        return [len(list(group)) for _, group in itertools.groupby(lengths)]
+
+    def _inputs(self, batch: list[Prompt], companion: Prompt | None) -> dict[str, torch.Tensor]:
+        """The model's inputs for prompts, padded on the left, and for a companion where the batch needs one."""
         joins = companion is not None and self._root.companion_prompt(batch) is None
         prompts = [*batch, companion] if companion is not None and joins else batch
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -141,21 +159,33 @@ class Generator:
             start = longest - len(prompt.tokens)
             input_ids[row, start:] = torch.from_numpy(np.asarray(prompt.tokens, dtype=np.int64))
             attention_mask[row, start:] = 1
+        device = self._ranks.device
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            **self._root.prompt_inputs(prompts, longest),
+        }
+        return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+    def _answer(
+        self, batch: list[Prompt], companion: Prompt | None, sampling: Sampling, streamer: object | None
+    ) -> list[list[int]]:
+        inputs = self._inputs(batch, companion)
+        input_ids, attention_mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+        longest = input_ids.shape[1]
         arguments: dict[str, object] = {
+            **inputs,
             "max_new_tokens": sampling.max_new_tokens,
             "do_sample": sampling.temperature > 0,
             "eos_token_id": self._stop_ids,
-            "pad_token_id": pad,
+            "pad_token_id": self._stop_ids[0],
             "synced_gpus": self._ranks.mesh is not None,
         }
         if sampling.temperature > 0:
             arguments |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         if streamer is not None:
             arguments["streamer"] = streamer
-        device = self._ranks.device
-        further = self._root.prompt_inputs(prompts, longest)
-        arguments |= {name: tensor.to(device) for name, tensor in further.items()}
-        output = self._root.generate(input_ids.to(device), attention_mask.to(device), arguments)
+        output = self._root.generate(input_ids, attention_mask, arguments)
         return [self._ended(row) for row in output[: len(batch), longest:].tolist()]
 
     def _ended(self, tokens: list[int]) -> list[int]:

@@ -438,6 +438,17 @@ class LanguageModel(Adapter):
         """Further inputs of `generate` for prompts whose tokens are padded on the left to `longest`."""
         return {}
 
+    def padding_changes(self, model: nn.Module, alone: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:
+        """Whether the model computes a prompt otherwise where it is padded, so that prompts of different lengths cannot
+        be continued in a batch; by default it does not.
+
+        Args:
+            model: as in `generate`.
+            alone: its inputs for one prompt.
+            padded: those for the same prompt and a longer one.
+        """
+        return False
+
     def root(self, model: nn.Module) -> LanguageRoot:
         return LanguageRoot(self, model)
 
@@ -538,7 +549,7 @@ class WholeStepRoot(AdapterRoot):
 class LanguageRoot(AdapterRoot):
     """A root that also computes logits and generates."""
 
-    entry_points = (*AdapterRoot.entry_points, "logits", "reference_logits", "generate")
+    entry_points = (*AdapterRoot.entry_points, "logits", "reference_logits", "generate", "padding_changes")
 
     def __init__(self, adapter: LanguageModel, model: nn.Module) -> None:
         super().__init__(adapter, model)
@@ -558,6 +569,9 @@ class LanguageRoot(AdapterRoot):
 
     def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
         return self._language.prompt_inputs(prompts, longest)
+
+    def padding_changes(self, alone: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:
+        return self._language.padding_changes(self.model, alone, padded)
 
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]

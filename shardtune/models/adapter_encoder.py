@@ -57,7 +57,7 @@ class FieldEncoder:
         self._adapter = adapter
         self._recipe = recipe
         data = recipe.data
-        self._limit = LengthLimit(data.max_length, data.on_too_long)
+        self._limit = LengthLimit(data.max_length, data.on_too_long, data.split_stride)
 
     def __reduce__(self) -> tuple[Callable[..., Encoder], tuple[Place, dict[str, object], Mapping[str, Any]]]:
         return _from_recipe, (Place.of(type(self._adapter)), self._recipe.to_dict(), self._adapter.encoding_settings())
@@ -109,7 +109,7 @@ class FieldEncoder:
                     remedy=f"did you mean {near[0]!r}?" if near else f"encode gives {', '.join(fields) or 'no fields'}",
                 )
 
-    def fit(self, sample: Sample) -> Sample:
+    def fit(self, sample: Sample) -> Sample | list[Sample]:
         """The sample with its padded fields cut to `data.max_length`, or handled as `data.on_too_long` specifies."""
         if len(sample.input_ids):
             return self._limit.apply(sample)
@@ -120,9 +120,10 @@ class FieldEncoder:
         length = len(sample.fields[long[0]])
         if self._limit.on_too_long == "drop":
             raise RowDropped(f"{long[0]} of length {length:,}")
-        if self._limit.on_too_long == "fail":
+        if self._limit.on_too_long in ("fail", "split"):
             raise DataError(
-                f"the field {long[0]!r} has length {length:,}, data.max_length is {most:,}",
+                f"the field {long[0]!r} has length {length:,}, data.max_length is {most:,}"
+                + (", and fields cannot be split" if self._limit.on_too_long == "split" else ""),
                 remedy="raise data.max_length, or set data.on_too_long to truncate or drop",
             )
         fields = {name: array[:most] if name in padded else array for name, array in sample.fields.items()}
@@ -162,7 +163,10 @@ class FieldEncoder:
             "options": recipe.actor.model.options,
             "model": [recipe.actor.model.model_path, recipe.actor.model.config_overrides],
             "tokenizer": recipe.actor.tokenizer.tokenizer_model,
-            "data": [recipe.data.max_length, recipe.data.on_too_long, recipe.data.system_prompt],
+            "data": [
+                *(recipe.data.max_length, recipe.data.on_too_long, recipe.data.system_prompt),
+                *([] if recipe.data.split_stride is None else [recipe.data.split_stride]),
+            ],
         }
         further = self._adapter.encoding_settings()
         settings |= {"further": further} if further else {}

@@ -18,6 +18,7 @@ from shardtune.batch import TOKENS, Batch, LossSum, Metric, PackedBatch, Sample
 from shardtune.config import DataConfig
 from shardtune.config.rank_layout import Layout
 from shardtune.data.chat.encoder import ChatEncoder, TrainOn
+from shardtune.data.chat.prompt_check import PromptMismatch
 from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import Row, TooLong
@@ -45,14 +46,16 @@ from shardtune.models.loss import (
     linear_cross_entropy,
     router_balance,
 )
+from shardtune.models.mixers import Mixers
 from shardtune.models.packed_attention import DOCUMENTS
-from shardtune.models.packing_probe import probe_packing
+from shardtune.models.packing_probe import AGREEMENT, probe_packing
 from shardtune.models.pretrained import model_directory
 from shardtune.models.rescaling import keep_weights, restore_rescaling
 from shardtune.models.sequence_part import SequencePart
 from shardtune.models.source_losses import TargetLosses
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.models.value_loss import VALUE, ValueLoss
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units, outermost
@@ -82,8 +85,11 @@ class EncodingSettings(TypedDict):
     system_prompt: str | None
     max_length: int
     on_too_long: TooLong
+    split_stride: int | None
     thinking: Thinking | None
     ignored_keys: list[str]
+    template_kwargs: dict[str, object]
+    on_prompt_mismatch: PromptMismatch
 
 
 class CausalLM(LanguageModel):
@@ -145,6 +151,8 @@ class CausalLM(LanguageModel):
         self._own_attention = ""
         self._attention = ""
         self._sequence: DeviceMesh | None = None
+        self._mixers, self._mixes, self._takes_places = Mixers(), False, False
+        self._padding_changes: bool | None = None  # of prompts, once it has been computed
         self.packs = self._by_length = False
         self._transform, self._other_transform = declared_transform(config), IDENTITY
         self._through_own_head = False
@@ -160,11 +168,16 @@ class CausalLM(LanguageModel):
         keep_weights(model)
         takes = inspect.signature(model.base_model.forward).parameters
         self._own_attention = attention_name(model)
-        self.packs = "position_ids" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        self._takes_places = "position_ids" in takes
+        self._mixers = Mixers.of(model)  # which need no positions
+        keywords = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        self._mixes = len(self._mixers) > 0
+        self.packs = keywords and (self._takes_places or self._mixes)
         self._attention = self._own_attention
         if self._requested_attention == "auto":
-            self.packs = self.packs and model._can_set_attn_implementation()
-            self._attention = DOCUMENTS if self.packs else self._own_attention
+            replaceable = model._can_set_attn_implementation()
+            self.packs = self.packs and (replaceable or self._mixes)
+            self._attention = DOCUMENTS if self.packs and replaceable else self._own_attention
         set_attention(model, self._attention)
         if self._precision == "fp64" and model.config._experts_implementation is not None:
             model.set_experts_implementation("eager")
@@ -199,6 +212,7 @@ class CausalLM(LanguageModel):
         if model is not self._model:
             return
         set_attention(model, self._own_attention)
+        self._mixers.run_row_by_row(False)
         restore_rescaling(pretrained(model))
         if self._gradient_checkpointing:
             pretrained(model).activation_checkpointing_disable()
@@ -237,7 +251,14 @@ class CausalLM(LanguageModel):
     def one_row_per_forward(self, model: nn.Module) -> None:
         """Stop packing: from now on each forward holds one row, with the model's own attention."""
         self.packs, self._attention = False, self._own_attention
+        self._mixers.run_row_by_row(False)
         set_attention(model, self._attention)
+
+    def mix_row_by_row(self, on: bool) -> bool:
+        """Let each packed row run through layers with a state by itself; returns whether the model has any."""
+        possible = self._mixes and self._sequence is None
+        self._mixers.run_row_by_row(on and possible)
+        return possible
 
     def use_own_head(self) -> None:
         """Stop using the chunked head: logits come from the model's own forward, at supervised positions only."""
@@ -301,8 +322,11 @@ class CausalLM(LanguageModel):
             "system_prompt": data.system_prompt,
             "max_length": data.max_length,
             "on_too_long": data.on_too_long,
+            "split_stride": data.split_stride,
             "thinking": data.thinking,
             "ignored_keys": data.ignored_keys,
+            "template_kwargs": data.template_kwargs,
+            "on_prompt_mismatch": data.on_prompt_mismatch,
         }
 
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:
@@ -376,7 +400,16 @@ class CausalLM(LanguageModel):
         packed = cast(PackedBatch, batch)  # as `collate` has made it
         at = self._to_head(model, packed, packed.target_positions)
         by_source = self.source_losses
-        return self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
+        losses = self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
+        traced = losses[TOKENS].total.requires_grad or any(term.total.requires_grad for term in losses.values())
+        if torch.is_grad_enabled() and not traced:
+            raise ModelError(
+                f"the loss of {type(model).__name__} has no graph: nothing that is trained has a part in it",
+                where="actor.model.is_lora, actor.model.freeze",
+                remedy="reversible layers compute no gradient behind frozen embeddings: train the embeddings too "
+                "(actor.model.lora.modules_to_save), or everything",
+            )
+        return losses
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
         packed = cast(PackedBatch, batch)  # as `collate` has made it
@@ -415,8 +448,10 @@ class CausalLM(LanguageModel):
             part = SequencePart.of(len(input_ids), positions, self._sequence)
             arguments["token_share"] = part.share
             input_ids, position_ids, positions = part.cut(input_ids), part.cut(position_ids), part.positions
-        if self.packs:
+        if self.packs and self._takes_places:
             arguments["position_ids"] = position_ids.unsqueeze(-2)
+        if self.packs and self._mixes:
+            arguments |= self._mixers.pack(batch.cu_seqlens)
         if batch.fields:
             arguments |= self.further_inputs(batch)
         if self._attention == DOCUMENTS or self._attention.startswith("flash"):
@@ -497,6 +532,7 @@ class CausalLM(LanguageModel):
         return logits if at.part is None else at.part.gather(logits)
 
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+        self._mixers.whole()
         with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
             further = self.further_inputs(batch)
             return own_forward(model, batch.input_ids[None], positions, further, leads=self._leads)[1]
@@ -505,10 +541,25 @@ class CausalLM(LanguageModel):
         """Inputs of the model's own forward besides tokens and their positions."""
         return {}
 
+    def padding_changes(self, model: nn.Module, alone: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:
+        if self._padding_changes is None:
+            first, other = (self._next_logits(model, inputs) for inputs in (alone, padded))
+            distance = float((other - first).abs().max() / first.abs().max())
+            self._padding_changes = not distance <= AGREEMENT[COMPUTE_DTYPE[self._precision]]  # nor is NaN
+        return self._padding_changes
+
+    def _next_logits(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """[vocabulary]: of the first prompt's next token."""
+        further = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+        settings = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        made: Any = self.generate(model, inputs["input_ids"], inputs["attention_mask"], {**further, **settings})
+        return made.logits[0][0]
+
     def generate(
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
     ) -> torch.Tensor:
         model = pretrained(model)
+        self._mixers.whole()
         with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
             generate: Any = model.generate
             # With a cache, router logits are those of the newest tokens only: no balance loss can be computed.

@@ -301,6 +301,8 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
             "data.thinking": data.thinking is not None,
             "data.ignored_keys": bool(data.ignored_keys),
             "actor.model.add_value_head": model.add_value_head,
+            "data.template_kwargs": bool(data.template_kwargs),
+            "data.on_prompt_mismatch": data.on_prompt_mismatch != "fail",
         }
     reads = {long_key(name) for name in kind.reads}
     for key in (key for key, is_given in given.items() if is_given and key not in reads):
@@ -429,6 +431,6 @@ def images_of(processor: ProcessorMixin, config: PreTrainedConfig) -> ImageText:
 
 def known_architectures() -> Mapping[str, Mapping[str, Sequence[str]]]:
     """The architectures (`model_type` of config.json) that have been seen to train exactly, by model type and by how:
-    packed, rows of one length, one row per forward. `bench/architectures.py` writes the file."""
+    packed, rows of one length, one row per forward. `bench/zoo.py` writes the file."""
     found = json.loads(Path(__file__).with_name("architectures.json").read_text(encoding="utf-8"))
     return {name: found[name] for name in MODEL_TYPES if name in found}

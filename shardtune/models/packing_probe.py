@@ -29,6 +29,7 @@ SAME_SHAPES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, 
 
 LONGEST_REASON = 200
 """Characters of an exception's message that a note repeats."""
+MIXED = "rows are packed, but each runs through its layers with a state by itself"
 DIFFERS_FROM_EAGER = "its own attention differs from transformers' eager attention, and is used as it is"
 NOT_THE_MODELS = (torch.OutOfMemoryError, DistError)
 """Exceptions from which nothing follows about the model."""
@@ -47,6 +48,7 @@ class Choices(Protocol):
     def shortened(self, sample: Sample, most: int) -> Sample: ...
     def changed(self, sample: Sample) -> Sample: ...
     def share_by_length(self, on: bool) -> bool: ...
+    def mix_row_by_row(self, on: bool) -> bool: ...
     def one_row_per_forward(self, model: nn.Module) -> None: ...
     def exchange_transform(self) -> bool: ...
     def use_own_head(self) -> None: ...
@@ -60,8 +62,8 @@ def probe_packing(
 
     Packing and the chunked head are used if the logits of real rows agree with the model's own forward of each row
     alone with its own eager attention, and if changing one packed row does not change the logits of the other.
-    Whatever a way raises, the next simpler one is tried: packed rows, rows of one length, one row per forward, and
-    last the logits of the model's own forward.
+    Whatever a way raises, the next simpler one is tried: packed rows; packed rows, each by itself in layers with a
+    state; rows of one length; one row per forward; and last the logits of the model's own forward.
 
     Args:
         root: the (sharded) module.
@@ -111,10 +113,15 @@ def _choose(
             adapter.exchange_transform()
         return obstacle
 
-    if adapter.packs:
+    def when_packed() -> str:
         obstacle = with_either_transform("its attention over packed rows differs from its own")
-        obstacle = obstacle or _obstacle(together, "packed rows see each other in this model")
-        if obstacle:
+        return obstacle or _obstacle(together, "packed rows see each other in this model")
+
+    if adapter.packs:
+        obstacle = when_packed()
+        if obstacle and adapter.mix_row_by_row(True) and not when_packed():
+            notes.append(f"{obstacle}: {MIXED}")
+        elif obstacle:
             adapter.one_row_per_forward(root.model)
             notes.append(f"{obstacle}: one row per forward")
     if not adapter.packs:

@@ -6,12 +6,14 @@ import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardtune.config import ModelConfig, Recipe
+from shardtune.config.hub_name import split_revision
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.new_tokens import add_new_tokens
 
@@ -42,12 +44,14 @@ def load_config(
         raise no_model_path()
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path} holds no config.json, so it is no model", where=MODEL_PATH, remedy=GIVE_A_MODEL)
+    name, revision = split_revision(path)
+    of_hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
-        kind = classes.get(PreTrainedConfig.get_config_dict(path)[0].get("model_type", ""))
+        kind = classes.get(PreTrainedConfig.get_config_dict(name, **of_hub)[0].get("model_type", ""))
         if kind is not None:
-            loaded = kind.from_pretrained(path)
+            loaded = kind.from_pretrained(name, **of_hub)
         else:
-            loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+            loaded = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, **of_hub)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelError(
             f"{path} holds no config.json of a model that transformers supports: {_first_line(error)}",
@@ -91,18 +95,20 @@ def no_model_path() -> ConfigError:
 
 
 def model_directory(path: str) -> Path:
-    """The directory with a model's files: the given one, or the local copy of a Hub model."""
+    """The directory with a model's files: the given one, or the local copy of a Hub model, `owner/name@revision`."""
     if Path(path).is_dir() or Path(path).is_absolute():
         return Path(path)
+    name, revision = split_revision(path)
     try:
-        folder = Path(snapshot_download(path, allow_patterns=[*SETTINGS, "*.safetensors"]))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*SETTINGS, "*.safetensors"]))
         if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(path, allow_patterns=[*SETTINGS, "*.bin"]))
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*SETTINGS, "*.bin"]))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise ModelError(
             f"the weights of {path} cannot be fetched from the Hub: {_first_line(error)}",
             where=MODEL_PATH,
-            remedy="check the name, your access (hf auth login) and the network, or give a directory",
+            remedy="check the name and its revision (owner/name@revision), your access (hf auth login) and the "
+            "network, or give a directory",
         ) from error
     return folder
 
@@ -115,7 +121,8 @@ def settings_directory(path: str | None) -> Path | None:
     if Path(path).exists() or Path(path).is_absolute():
         return Path(path) if Path(path).is_dir() else None
     try:
-        return Path(snapshot_download(path, allow_patterns=list(SETTINGS)))
+        name, revision = split_revision(path)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(SETTINGS)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
         return None
 
@@ -123,8 +130,10 @@ def settings_directory(path: str | None) -> Path | None:
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or Hub name."""
     remedy = "give the directory of one as actor.tokenizer.tokenizer_model"
+    name, revision = split_revision(path)
+    of_hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **of_hub)
     except Exception as error:  # tokenizers raises plain Exceptions for a truncated file
         raise ModelError(
             f"{path} holds no tokenizer that can be read: {_first_line(error)}",

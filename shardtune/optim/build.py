@@ -14,46 +14,27 @@ from torch.distributed.tensor import DTensor
 
 from shardtune.config import OptimConfig
 from shardtune.config.parameter_patterns import as_pattern
+from shardtune.config.rank_layout import Layout
 from shardtune.config.shown import as_written
+from shardtune.config.user_code import named_errors
 from shardtune.errors import ConfigError
 from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer, ParamGroup
 from shardtune.optim.muon import MATRICES, MuonWithAdamW
-
-REFUSED = {
-    "LBFGS": "it evaluates the loss several times per step",
-    "SparseAdam": "it takes sparse gradients only",
-}
-NOT_SHARDED = {
-    "Adafactor": "torch's works on whole matrices",
-    "Rprop": "torch's writes to single elements, which sharded weights do not allow",
-}
-"""Optimizers of torch that fail on sharded weights."""
+from shardtune.optim.named_class import is_of_torch, optimizer_class, way_of
+from shardtune.optim.sharded import OfParts, OfWhole
 
 
-def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of `torch.optim` with this name."""
-    known = {
-        key: value
-        for key, value in vars(torch.optim).items()
-        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in ("Optimizer", *REFUSED)
-    }
-    if name in REFUSED:
-        raise ConfigError(
-            f"actor.optim.name = {name} cannot be used: {REFUSED[name]}", where="actor.optim.name", remedy="use AdamW"
-        )
-    if name not in known:
-        raise ConfigError(
-            f"actor.optim.name = {name} is not an optimizer of torch.optim",
-            where="actor.optim.name",
-            remedy=f"use one of {', '.join(sorted(known))}",
-        )
-    return known[name]
-
-
-def _arguments(kind: type[torch.optim.Optimizer], config: OptimConfig) -> ParamGroup:
+def _arguments(name: str, config: OptimConfig) -> ParamGroup:
     """The recipe's values as arguments of this optimizer; values that it cannot take are refused."""
-    accepted = set(inspect.signature(kind).parameters) - {"self", "params"}
-    adam, decays = "betas" in accepted or kind is torch.optim.Muon, "weight_decay" in accepted
+    kind = optimizer_class(name)
+    shown = f"torch.optim.{name}" if is_of_torch(name) else name
+    parameters = inspect.signature(kind).parameters
+    accepted = {key for key, one in parameters.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    accepted -= {"self", "params"}
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    # The betas of another package's class have its own defaults and meanings: they belong into `args`.
+    adam = is_of_torch(name) and ("betas" in accepted or kind is torch.optim.Muon)
+    decays = "weight_decay" in accepted
     values: ParamGroup = {"weight_decay": config.weight_decay} if decays else {}
     if adam and kind is not torch.optim.Muon:  # its adam_* are those of the AdamW beside it
         values |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
@@ -62,38 +43,49 @@ def _arguments(kind: type[torch.optim.Optimizer], config: OptimConfig) -> ParamG
     changed = config.model_dump(exclude_defaults=True)
     for key in [key for key, used in unused.items() if not used and key in changed]:
         raise ConfigError(
-            f"actor.optim.{key} = {changed[key]:g} has no effect: torch.optim.{kind.__name__} does not take it",
+            f"actor.optim.{key} = {changed[key]:g} has no effect: {shown} does not take it",
             where=f"actor.optim.{key}",
-            remedy=f"leave it out; actor.optim.args may hold {', '.join(sorted(further))}",
+            remedy=f"leave it out; actor.optim.args may hold {', '.join(sorted(further)) or 'nothing'}",
         )
     for key, value in config.args.items():
-        if key not in further:
+        if key not in further and (key in accepted or not takes_any):
             has = "takes that from keys of their own" if key in accepted else "has no such argument"
             raise ConfigError(
-                f"actor.optim.args.{key} = {value!r}: torch.optim.{kind.__name__} {has}",
+                f"actor.optim.args.{key} = {value!r}: {shown} {has}",
                 where="actor.optim.args",
-                remedy=f"it takes {', '.join(sorted(further))}; lr, weight_decay and adam_* are keys of actor.optim",
+                remedy=f"it takes {', '.join(sorted(further)) or 'none'}; lr, weight_decay and adam_* are keys of "
+                "actor.optim",
             )
         values[key] = tuple(value) if isinstance(value, list) else value
     return values
 
 
-def check_optimizer(config: OptimConfig, num_ranks: int) -> None:
+def check_optimizer(config: OptimConfig, layout: Layout) -> None:
     """Refuse, before anything is launched, an optimizer or arguments that cannot work.
 
     Args:
         config: the recipe's `actor.optim`.
-        num_ranks: number of ranks over which the weights are sharded.
+        layout: of the ranks over which the weights are sharded.
     """
-    kind = optimizer_class(config.name)
-    if num_ranks > 1 and config.name in NOT_SHARDED:
-        raise ConfigError(
-            f"actor.optim.name = {config.name} cannot train on {num_ranks} ranks: {NOT_SHARDED[config.name]}",
-            where="actor.optim.name",
-            remedy="use AdamW, or one rank",
-        )
+    arguments = _arguments(config.name, config)
     stand_in = nn.Parameter(torch.zeros(1, 1))
-    _make(kind, [{"params": [stand_in], "lr": config.lr}], _arguments(kind, config))
+    _make(config.name, [{"params": [stand_in], "lr": config.lr}], arguments)
+    way = way_of(config.name, arguments)
+    if way == "parts" or layout.num_ranks == 1:
+        return
+    why = "each of its steps depends on all parameters together"
+    if way == "whole":
+        why = "it steps whole matrices"
+        if not layout.flat and layout.expert == 1:
+            return
+    remedy = "use AdamW, or one rank"
+    if way == "whole":
+        remedy = "use AdamW, or actor.training_backend: fsdp without actor.parallel.expert"
+    raise ConfigError(
+        f"actor.optim.name = {config.name} cannot train on {layout.num_ranks} ranks in this layout: {why}",
+        where="actor.optim.name",
+        remedy=remedy,
+    )
 
 
 def _group_of(name: str, ndim: int, config: OptimConfig) -> tuple[float, float]:
@@ -129,7 +121,7 @@ def build_optimizer(
         outer: names of embeddings and the head, which Muon leaves to AdamW, as it does all but matrices.
     """
     kind = optimizer_class(config.name)
-    arguments = _arguments(kind, config)
+    arguments = _arguments(config.name, config)
     for group in config.groups:
         if not any(re.search(as_pattern(group.pattern), name) for name in parameters):
             raise ConfigError(
@@ -158,9 +150,16 @@ def build_optimizer(
     ]
     if muon:
         return _muon(settings, arguments, config)
-    if config.state_dtype == "fp32":
-        return _make(kind, settings, arguments)
-    return _low_bit(config.name)(settings, arguments, state_dtype=config.state_dtype, seed=seed, starts=starts)
+    if config.state_dtype != "fp32":
+        return _low_bit(config.name)(settings, arguments, state_dtype=config.state_dtype, seed=seed, starts=starts)
+    way = way_of(config.name, arguments)
+    if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        return _make(config.name, settings, arguments)
+    if way == "whole":
+        return OfWhole(settings, lambda groups: _make(config.name, groups, arguments))
+    if not is_of_torch(config.name):
+        return OfParts(settings, lambda groups: _make(config.name, groups, arguments))
+    return _make(config.name, settings, arguments)
 
 
 def _muon(groups: list[ParamGroup], arguments: ParamGroup, config: OptimConfig) -> MuonWithAdamW:
@@ -184,7 +183,11 @@ def _low_bit(name: str) -> type[LowBitOptimizer]:
     return LOW_BIT[name]
 
 
-def _make(kind: type[torch.optim.Optimizer], groups: list[ParamGroup], arguments: ParamGroup) -> torch.optim.Optimizer:
+def _make(name: str, groups: list[ParamGroup], arguments: ParamGroup) -> torch.optim.Optimizer:
+    kind = optimizer_class(name)
+    if not is_of_torch(name):
+        with named_errors(name, "actor.optim.name", "__init__"):
+            return kind(groups, **arguments)
     try:
         return kind(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -221,6 +221,8 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "data.on_bad_row": data.on_bad_row != "fail",
         "data.on_too_long": data.on_too_long != "truncate",
         "data.thinking": data.thinking is not None,
+        "data.template_kwargs": bool(data.template_kwargs),
+        "data.on_prompt_mismatch": data.on_prompt_mismatch != "fail",
         "data.ignored_keys": bool(data.ignored_keys),
         "data.audit": data.audit != type(data.audit)(),
         "data.quarantine": data.quarantine is not None,
@@ -260,5 +262,6 @@ def user_code(recipe: Recipe) -> dict[str, str]:
     worker = None if recipe.actor.worker in BUILT_IN_WORKERS else recipe.actor.worker
     environment = None if recipe.eval.environment in ENVIRONMENTS else recipe.eval.environment
     named = [worker, recipe.actor.model.adapter, recipe.actor.loss, environment, *recipe.eval.metrics]
+    named += [recipe.actor.optim.name] if FUNCTION_IN_FILE.fullmatch(recipe.actor.optim.name) else []
     named += [name for name in recipe.runner.logger.logger_backends if FUNCTION_IN_FILE.fullmatch(name)]
     return code_hashes(recipe.plugins, [*named, *recipe.runner.callbacks])

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.checkpoint.atomic import write_json
 from shardtune.config import Recipe
+from shardtune.config.hub_name import split_revision
 from shardtune.config.model_names import registered
 from shardtune.config.paths import MODEL_KEYS, named_files
 from shardtune.config.tree import get_value
@@ -172,11 +173,15 @@ def _shortened(changes: Sequence[str]) -> list[str]:
 
 
 def _revision(name: object) -> str | None:
-    """The revision of a Hub model that is on this machine; None for a directory."""
+    """The commit of a Hub model or tokenizer that is on this machine; None for a directory."""
     if not isinstance(name, str) or Path(name).is_absolute():
         return None
-    config = try_to_load_from_cache(name, "config.json")
-    return Path(config).parent.name if isinstance(config, str) else None
+    repository, revision = split_revision(name)
+    for file in ("config.json", "tokenizer_config.json"):
+        found = try_to_load_from_cache(repository, file, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent.name
+    return None
 
 
 def _code_of(thing: type | Callable[..., object]) -> str | None:

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from shardtune.checkpoint.atomic import read_json
 from shardtune.config import Recipe, flatten
+from shardtune.config.hub_name import split_revision
 from shardtune.config.paths import data_paths
 from shardtune.config.recipe_file import read_stored
 from shardtune.config.schema import short_key
@@ -65,7 +66,8 @@ class RunRecord:
         cached = _CACHED.search(path)
         if cached:
             return f"{cached[1]}/{cached[2]}"
-        return path if is_name(path) and ":" not in path else None
+        name, _ = split_revision(path)
+        return name if is_name(name) and ":" not in name else None
 
     @property
     def model(self) -> dict[str, Any]:

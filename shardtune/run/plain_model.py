@@ -146,16 +146,17 @@ class PlainModel(Run):
 def _base_of(file: Path) -> str:
     """The base model that a saved adapter names."""
     try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        described = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}", where=str(file), remedy="give a whole directory") from error
+    base, revision = described.get("base_model_name_or_path"), described.get("revision")
     if not isinstance(base, str) or not base:
         raise ModelError(
             "the adapter does not name its base model",
             where=str(file),
             remedy="write its directory or Hub name into the file: base_model_name_or_path",
         )
-    return base
+    return f"{base}@{revision}" if revision and not Path(base).exists() else base
 
 
 def _config_of(base: str, place: str, trusted: bool) -> PreTrainedConfig:

@@ -9,7 +9,7 @@ from shardtune.batch import Prompt
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
-from shardtune.data.row_formats import read_tools
+from shardtune.data.row_formats import read_arguments, read_tools
 from shardtune.errors import DataError, ModelError
 
 
@@ -27,16 +27,21 @@ class PromptBuilder:
         self._count = 0
 
     def turns(
-        self, messages: Sequence[Mapping[str, object]], images: Sequence[object] = (), tools: object = None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        images: Sequence[object] = (),
+        tools: object = None,
+        template_kwargs: object = None,
     ) -> Prompt:
-        """A conversation to answer; see `ImageChatEncoder.prompt` for the place of images, `read_tools` for tools."""
+        """A conversation to answer; see `ImageChatEncoder.prompt` for the place of images, `read_tools` for tools,
+        `read_arguments` for values of the chat template."""
         with self._told(*messages):
-            known = read_tools(tools)
+            known, given = read_tools(tools), read_arguments(template_kwargs)
             if isinstance(self._encoder, ImageChatEncoder):
-                return self._encoder.prompt(messages, known, images)
+                return self._encoder.prompt(messages, known, images, template_kwargs=given)
             if images or any(_has_image(message) for message in messages):
                 raise self._takes_text_only()
-            return self._encoder.prompt(messages, known)
+            return self._encoder.prompt(messages, known, template_kwargs=given)
 
     def text(self, text: str, images: Sequence[object] = ()) -> Prompt:
         """A text to continue."""

@@ -145,6 +145,7 @@ class Run:
         images: Sequence[object] = (),
         tools: Sequence[object] = (),
         folder: str | Path | None = None,
+        template_kwargs: Mapping[str, object] | Sequence[object] = (),
     ) -> list[str]:
         """Generate one answer per prompt; a prompt is the text of a user turn, or a whole conversation.
 
@@ -163,6 +164,8 @@ class Run:
                 prompt; without one it goes before the text.
             tools: definitions of the tools of a single text, as in a row; for several prompts a list for each.
             folder: what relative image paths are relative to; by default the working directory.
+            template_kwargs: values for the chat template, such as `{"enable_thinking": False}`, which take precedence
+                over those of the run; or a list of them, one for each prompt.
         """
         settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         sampling = _sampling(sampling, {name: value for name, value in settings.items() if value is not None})
@@ -189,12 +192,24 @@ class Run:
                 where="images=",
                 remedy="give a list of images for each prompt, empty for one without",
             )
+        given = [template_kwargs] * len(prompt_list) if isinstance(template_kwargs, Mapping) else list(template_kwargs)
+        given = given or [None] * len(prompt_list)
+        if len(given) != len(prompt_list) or (raw and any(given)):
+            raise ConfigError(
+                "raw text is continued as it is, without a chat template"
+                if raw
+                else f"{len(prompt_list)} prompts and {len(given)} mappings of values for the chat template",
+                where="template_kwargs=",
+                remedy="leave it out" if raw else "give one mapping for all prompts, or one for each",
+            )
         worker = answering(self, checkpoint)
         encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
         builder = PromptBuilder(encoder, str(self.dir))
         encoded = [
-            builder.text(str(prompt), images) if raw else builder.turns(_conversation(prompt, system), images, tools)
-            for prompt, images, tools in zip(prompt_list, image_lists, tool_lists, strict=True)
+            builder.text(str(prompt), images)
+            if raw
+            else builder.turns(_conversation(prompt, system), images, tools, values)
+            for prompt, images, tools, values in zip(prompt_list, image_lists, tool_lists, given, strict=True)
         ]
         return worker.generator().answers(encoded, sampling)
 

@@ -10,6 +10,9 @@ from shardtune.checkpoint.state_file import read_state, saved_step
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.errors import CheckpointError, ModelError
 from shardtune.training.anomalies import Anomaly
+from shardtune.training.observer import Observer
+from shardtune.training.run_files import RunFiles
+from shardtune.training.saver import Saver, on_main
 from shardtune.training.worker.base import FSDPSftWorker
 
 
@@ -25,6 +28,75 @@ class Moved(TypedDict):
     step: int
     position: dict[str, object]
     rolled_back: bool
+
+
+class Recovery:
+    """What follows an anomaly: the run is stopped, or rolled back to a checkpoint and goes on with the rows after it.
+
+    Args:
+        actor: the worker.
+        files: of the run.
+        saver: of its checkpoints.
+        observer: receives what is done.
+    """
+
+    def __init__(self, actor: FSDPSftWorker, files: RunFiles, saver: Saver, observer: Observer) -> None:
+        self._actor, self._files, self._saver, self._observer = actor, files, saver, observer
+        self._moved: Moved | None = None
+        self._place: dict[str, object] = {}  # in the data, behind the anomaly
+
+    def resume(self, checkpoint: Path) -> None:
+        """Move the position in the data of a checkpoint that was loaded to where an anomaly has moved it."""
+        self._moved = read_state(checkpoint).get("moved")
+        if self._moved is not None:
+            self._actor.position.restore(self._moved["position"])
+
+    def moved_at(self, step: int) -> Moved | None:
+        """What belongs to a checkpoint of this step."""
+        return self._moved if self._moved is not None and self._moved["step"] == step else None
+
+    def begin(self, anomaly: Anomaly) -> None:
+        """Record an anomaly."""
+        self._files.write_event("anomaly", anomaly.problem, **anomaly.facts())
+
+    def ended(self, anomaly: Anomaly, step: int, state: Callable[[], dict[str, object]]) -> ModelError:
+        """Save, unless the weights are those of the anomaly; returns the error that ends the run.
+
+        Args:
+            anomaly: of the last step.
+            step: optimizer steps done before it.
+            state: of the run, for the checkpoint.
+        """
+        position = self._actor.position
+        saves = anomaly.action != "rollback" and not position.none_finite
+        if saves:
+            self._moved = Moved(step=step, position=position.place(), rolled_back=False)
+            self._observer.log("stopping: saving a checkpoint first")
+            self._saver.save(state())
+        self._saver.finish()
+        newest = on_main(self._actor.ranks, self._files.store.latest)
+        return ended_by(anomaly, step, self._files.run_dir, newest=newest, saved=saves)
+
+    def go_back(self) -> tuple[Path, int]:
+        """Load the newest checkpoint that can be; returns it, and the number of steps that are undone by that."""
+        actor = self._actor
+        self._saver.finish()
+        before, self._place = actor.step, actor.position.place()
+        candidates = on_main(actor.ranks, lambda: to_go_back_to(self._files.store, before, self._moved))
+        return load_first(actor, candidates, self._observer.log), before - actor.step
+
+    def go_on_behind(self, undone: int, state: Callable[[], dict[str, object]]) -> None:
+        """Go on with the rows after the anomaly; that is recorded in the checkpoint that was gone back to.
+
+        Args:
+            undone: steps.
+            state: of the run, for the checkpoint.
+        """
+        position = self._actor.position
+        position.restore(self._place)
+        position.none_finite = False
+        self._moved = Moved(step=self._actor.step, position=self._place, rolled_back=True)
+        on_main(self._actor.ranks, lambda: self._files.go_back(undone, state()))
 
 
 def load_first(actor: FSDPSftWorker, candidates: Sequence[Path], report: Callable[[str], None]) -> Path:

@@ -12,11 +12,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from shardtune.checkpoint.state_file import read_state
-from shardtune.checkpoint.store import CheckpointStore, directory_is_gone
+from shardtune.checkpoint.store import directory_is_gone
 from shardtune.config import Recipe, load_recipe
 from shardtune.errors import Interrupted, ModelError
 from shardtune.evaluate.loss import check_monitors
-from shardtune.launch.events import Alive, EventName, write_event
+from shardtune.launch.events import Alive
 from shardtune.launch.outcome import recorded_end
 from shardtune.launch.progress import CALLBACK, EVALUATION, FIRST_STEP, LOADING, PROGRESS, START, STEP
 from shardtune.launch.signals import StopSignal
@@ -35,11 +35,12 @@ from shardtune.training.callbacks import (
     load_callbacks,
 )
 from shardtune.training.early_stopping import Watches
-from shardtune.training.loggers import SAMPLES, Tracker, check_logger, open_tracker
+from shardtune.training.loggers import SAMPLES, check_logger
 from shardtune.training.observer import Observer, Silent
 from shardtune.training.profiler import FOLDER, ProfileWindow
 from shardtune.training.recorder import Recorder, Recording
-from shardtune.training.recovery import Moved, ended_by, load_first, replay_command, to_go_back_to
+from shardtune.training.recovery import Recovery, load_first, replay_command
+from shardtune.training.run_files import RunFiles
 from shardtune.training.saver import Saver, UnfitWeights, on_main
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
@@ -101,9 +102,8 @@ class SFTRunner:
         )
         self._stop = stop or StopSignal()
         self._resume_from, self._older = resume_from, older
-        self.store = CheckpointStore(
-            self.run_dir / "checkpoints", keep_last=runner.keep_last, keep_every=runner.keep_every
-        )
+        self._files = RunFiles(self._recipe, actor, self.run_dir)
+        self.store = self._files.store
         self._callbacks = Callbacks(load_callbacks(runner.callbacks), self._ranks)
         self._listens_to_steps = self._callbacks.listen_to(StepEnd)
         self._requested = NOTHING  # by callbacks, still to be carried out
@@ -113,18 +113,17 @@ class SFTRunner:
             background=runner.async_save,
             observer=self._observer,
             on_saved=self._saved,
-            sync_logs=lambda: self._tracker.sync(),
+            sync_logs=lambda: self._files.tracker.sync(),
         )
         self._watches = Watches(runner)
         window = ProfileWindow(runner.profile_steps, self.run_dir / FOLDER, self._ranks.rank)
         self._profile = window if runner.profile_steps else None
-        self._moved: Moved | None = None
+        self._recovery = Recovery(actor, self._files, self._saver, self._observer)
         self._evaluated_at = -1
         self._last_eval: dict[str, float] = {}
         self._line: dict[str, float] = {}  # metrics of the step that is not logged yet
         self._saves_logged = 0.0  # seconds of waiting for checkpoints that are in logged lines
         self._seconds: dict[str, float] = {}  # of the parts of that step, and of evaluations and saves since the last
-        self._tracker = Tracker()
         self._alive = Alive(self.run_dir, lambda: actor.step)  # on rank 0
         self._on_start, self._is_gone = on_start, is_gone
         self._recording = recording
@@ -148,9 +147,7 @@ class SFTRunner:
         if self._resume_from is not None:
             self._resume_from = load_first(actor, [self._resume_from, *self._older], self._observer.log)
             self._resume(self._resume_from)
-            self._moved = read_state(self._resume_from).get("moved")
-            if self._moved is not None:
-                self._position.restore(self._moved["position"])
+            self._recovery.resume(self._resume_from)
         if self._recording is not None:
             self._recorder = Recorder(self._recording, actor, self._stop)
         self._prepared = True
@@ -182,7 +179,7 @@ class SFTRunner:
                 if self._profile is not None:
                     self._profile.close()
                 self._observer.finished()
-                self._tracker.close()
+                self._files.tracker.close()
         return self._last_eval
 
     def _resume(self, checkpoint: Path, how: str = "continuing") -> None:
@@ -191,7 +188,7 @@ class SFTRunner:
         self._evaluated_at = int(state["evaluated_at"])
         self._last_eval = dict(state["last_eval"])
         self._line = dict(state["line"])
-        if self._is_own(checkpoint):
+        if self._files.is_own(checkpoint):
             self._saver.saved_at = actor.step
         self._observer.log(f"{how} after step {actor.step} ({checkpoint})")
         before, now = state["total_steps"], actor.position.horizon
@@ -200,51 +197,16 @@ class SFTRunner:
         else:
             self._observer.log(f"the schedule's horizon moves from {before} to {now} steps")
 
-    def _is_own(self, checkpoint: Path) -> bool:
-        return checkpoint.resolve().parent == self.store.folder.resolve()
-
     def _open(self) -> None:
         """Open the run's files, cut back to the current step."""
         actor = self._actor
         # Steps logged after the checkpoint are repeated; so is a step that was saved before its evaluation ended.
         done = -1 if self._resume_from is None else actor.step - bool(self._line)
-        on_main(self._ranks, lambda: self._open_files(done))
-        if self._watches.best is not None and not on_main(self._ranks, self._best_is_there):
-            self._watches.best.forget()
+        on_main(self._ranks, lambda: self._files.open(done, self._resume_from))
+        self._forget_missing_best()
         if self._on_start is not None:
             self._on_start()
         self._observer.started(actor.step, actor.position.horizon)
-
-    def _open_files(self, done: int) -> None:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.store.open()
-        step, ranks = self._actor.step, self._ranks.world_size
-        began, source = ("resume", str(self._resume_from)) if self._resume_from else ("start", "")
-        write_event(self.run_dir, began, step=step, ranks=ranks, reason=source)
-        self._open_tracker(done)
-        if self._resume_from is not None and self._is_own(self._resume_from):
-            self.store.go_back_to(self._actor.step)
-
-    def _open_tracker(self, done: int) -> None:
-        recipe = self._recipe
-        self._tracker = open_tracker(
-            self.run_dir,
-            recipe.runner.logger,
-            config=recipe.to_stored(),
-            done=done,
-            ranks=self._ranks.world_size,
-            report=self._actor.report,
-        )
-
-    def _best_is_there(self) -> bool:
-        """Whether the best checkpoint so far still exists; marks it as the best."""
-        best = self._watches.best
-        if best is None or best.best_step < 0:
-            return True
-        if best.best_step not in self.store.steps():
-            return False
-        self.store.mark_best(best.best_step)
-        return True
 
     def _train(self) -> None:
         """Train, with the first and last events; a checkpoint is written when a callback fails."""
@@ -372,55 +334,27 @@ class SFTRunner:
 
     def _follow(self, anomaly: Anomaly, step: int) -> None:
         """Do what the recipe says follows an anomaly of the step after `step` steps."""
-        position = self._position
-        self._write_event("anomaly", anomaly.problem, **anomaly.facts())
+        self._recovery.begin(anomaly)
         if anomaly.over_budget or anomaly.action == "stop":
-            saves = anomaly.action != "rollback" and not position.none_finite
-            if saves:
-                self._moved = Moved(step=step, position=position.place(), rolled_back=False)
-                self._observer.log("stopping: saving a checkpoint first")
-                self._saver.save(self._state())
-            self._saver.finish()
-            newest = on_main(self._ranks, self.store.latest)
-            raise ended_by(anomaly, step, self.run_dir, newest=newest, saved=saves)
+            raise self._recovery.ended(anomaly, step, self._state)
         if anomaly.action == "rollback":
+            requested = self._requested
             with PROGRESS.during(LOADING):
-                self._go_back()
+                checkpoint, undone = self._recovery.go_back()
+                self._resume(checkpoint, f"rolled back by {undone:,} step{'s' * (undone != 1)}: continuing")
+                self._requested = requested
+                self._recovery.go_on_behind(undone, self._state)
+                self._forget_missing_best()
+                if self._recorder is not None:
+                    self._recorder.follow()
         command = replay_command(self.run_dir, self._actor.step)
         self._observer.log(f"{command} --rows names the rows that are left out")
 
-    def _go_back(self) -> None:
-        """Load the newest checkpoint, and go on with the rows after the anomaly; both is recorded in the checkpoint."""
-        actor, position, requested = self._actor, self._position, self._requested
-        self._saver.finish()
-        before, place = actor.step, position.place()
-        candidates = on_main(self._ranks, lambda: to_go_back_to(self.store, before, self._moved))
-        checkpoint = load_first(actor, candidates, self._observer.log)
-        undone = before - actor.step
-        self._resume(checkpoint, f"rolled back by {undone:,} step{'s' * (undone != 1)}: continuing")
-        position.restore(place)
-        position.none_finite = False
-        self._moved, self._requested = Moved(step=actor.step, position=place, rolled_back=True), requested
-        on_main(self._ranks, lambda: self._reopen_files(undone))
-        if self._watches.best is not None and not on_main(self._ranks, self._best_is_there):
-            self._watches.best.forget()
-        if self._recorder is not None:
-            self._recorder.follow()
-
-    def _reopen_files(self, undone: int) -> None:
-        """Cut the run's files back to the checkpoint that was gone back to."""
-        step = self._actor.step
-        self._tracker.close()
-        self._open_tracker(step)
-        self.store.go_back_to(step)
-        self.store.update(step, self._state())
-        self._write_event("rollback", f"{undone:,} steps are undone; the data goes on after the rows left out")
-
-    def _write_event(self, event: EventName, reason: str, **facts: object) -> None:
-        """Record an event, on rank 0."""
-        if self._ranks.is_main:
-            ranks = self._ranks.world_size
-            write_event(self.run_dir, event, step=self._actor.step, ranks=ranks, reason=reason, **facts)
+    def _forget_missing_best(self) -> None:
+        """Forget the best checkpoint so far, unless it exists and is marked as the best."""
+        best = self._watches.best
+        if best is not None and not on_main(self._ranks, lambda: self._files.mark_best(best.best_step)):
+            best.forget()
 
     def _after_step(self, *, epoch_ended: bool, advanced: bool) -> None:
         """Evaluate, log one line for the step and save, each when due."""
@@ -454,7 +388,7 @@ class SFTRunner:
         """Write the metrics of the step; a skipped step has none."""
         if self._line:
             waited, self._saves_logged = self._saver.waited - self._saves_logged, self._saver.waited
-            self._tracker.log(self._model.step, self._line, {**self._seconds, "save": waited})
+            self._files.tracker.log(self._model.step, self._line, {**self._seconds, "save": waited})
             self._seconds = {}
         self._line = {}
 
@@ -468,7 +402,7 @@ class SFTRunner:
         self._evaluated_at, self._last_eval = self._actor.step, metrics
         self._line = {"epoch": self._actor.position.epoch, **self._line, **metrics}
         self._observer.evaluated(self._actor.step, metrics)
-        self._tracker.samples(self._actor.step)
+        self._files.tracker.samples(self._actor.step)
         self._requested &= ~Ask.EVALUATE
         self._notify(Evaluated, metrics=metrics)
 
@@ -494,7 +428,7 @@ class SFTRunner:
     def _state(self) -> dict[str, object]:
         return {
             **self._watches.state(),
-            "moved": self._moved if self._moved is not None and self._moved["step"] == self._actor.step else None,
+            "moved": self._recovery.moved_at(self._actor.step),
             "total_steps": self._actor.position.horizon,
             "asked": self._requested.value,
             "evaluated_at": self._evaluated_at,

@@ -19,8 +19,11 @@ from shardtune.verify.trial import CLOSE, Trial, apart, copies, run, silent
 
 STEPS = 2
 """The first step changes only the factor that starts as zero; the second changes both."""
-KEPT = ("target_modules", "target_parameters", "modules_to_save", "use_rslora", "use_dora")
-"""The LoRA keys that are taken from the recipe; rank and scale are the kit's, so that alpha differs from r."""
+KEPT = (
+    *("target_modules", "target_parameters", "modules_to_save", "use_rslora", "use_dora"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+)
+"""The LoRA keys that are taken from the recipe; `r` and `alpha` are the kit's, so that they differ."""
 SECTION = "actor.model.lora"
 
 

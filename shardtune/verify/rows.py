@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shardtune.batch import Sample
 from shardtune.config import Recipe
 from shardtune.data.encoder import Encoder, FrameOptions, Row, RowDropped, RowError, frames_of
 from shardtune.data.images.chat_encoder import with_absolute_paths
@@ -116,7 +117,9 @@ def _prepared(row: Row, source: Source) -> Row | None:
 def _unusable(encoder: Encoder, row: Row) -> str | None:
     """Why a row cannot be used; None if it can, or if the checks will find the reason."""
     try:
-        weights = encoder.weights(encoder.fit(encoder.encode(row)))
+        fitted = encoder.fit(encoder.encode(row))
+        parts = [fitted] if isinstance(fitted, Sample) else fitted
+        weights = {name: 1.0 for part in parts for name, weight in encoder.weights(part).items() if weight}
     except RowError as error:
         return error.reason
     except RowDropped as error:

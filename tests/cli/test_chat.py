@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ class Encoder:
     tokenizer = template = object()
 
     @staticmethod
-    def prompt(messages: list[dict[str, Any]]) -> np.ndarray:
+    def prompt(messages: list[dict[str, Any]], template_kwargs: Mapping[str, object]) -> np.ndarray:
+        assert not template_kwargs
         asked.append([f"{turn['role']}: {turn['content']}" for turn in messages])
         return np.zeros(1, np.int32)
 

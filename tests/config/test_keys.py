@@ -121,6 +121,7 @@ TWO_PLACES = {
     "monitor": "the same, for another purpose: a metric that is watched",
     "name": "what its owner is called: an optimizer, a source of rows",
     "scale": "the same, for another purpose: a range, by torchvision's name in two of its transforms",
+    "weight": "how much its owner counts: a source among others, the value head's loss beside that of actions",
     "weight_decay": "the same, for some parameters",
 }
 """Names of keys in two sections, and why that is no second meaning."""

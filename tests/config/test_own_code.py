@@ -17,7 +17,10 @@ def recipe(**model: object) -> Recipe:
     return Recipe.model_validate(
         {
             "plugins": ["/theirs/plugin.py", "a_module"],
-            "runner": {"callbacks": ["/theirs/calls.py:One", "/theirs/calls.py:Two"]},
+            "runner": {
+                "callbacks": ["/theirs/calls.py:One", "/theirs/calls.py:Two"],
+                "logger": {"logger_backends": ["jsonl", "their.package:Tracker"]},
+            },
             "actor": {"model": {"model_path": "/theirs/model", "adapter": "/theirs/adapter.py:Mine", **model}},
             "eval": {"match": "exact", "environment": "reach"},
         }
@@ -29,6 +32,7 @@ ALL = {
     "a_module": "plugins",
     "/theirs/adapter.py": "actor.model.adapter",
     "/theirs/calls.py": "runner.callbacks",
+    "their.package:Tracker": "runner.logger.logger_backends",
 }
 
 
@@ -45,10 +49,14 @@ def test_consent_names_each_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         require_consent(recipe(), [], CONFIG)
     assert told.value.where == str(CONFIG)
     with pytest.raises(ConfigError, match=r"trained with: /theirs/calls.py \(runner.callbacks\)\n"):
-        require_consent(recipe(), [*ALL][:3], CONFIG)
+        require_consent(recipe(), ALL.keys() - {"/theirs/calls.py"}, CONFIG)
     require_consent(recipe(), ALL, CONFIG)
     monkeypatch.chdir("/")
-    require_consent(recipe(), ["theirs/plugin.py", "a_module", "theirs/adapter.py", "./theirs/calls.py"], CONFIG)
+    require_consent(
+        recipe(),
+        ["their.package:Tracker", "theirs/plugin.py", "a_module", "theirs/adapter.py", "./theirs/calls.py"],
+        CONFIG,
+    )
 
 
 def test_who_trained_with_it_needs_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,6 +20,11 @@ STORED = {
     "use_rslora": True,
     "use_dora": False,
     "modules_to_save": None,
+    "exclude_modules": None,
+    "layers_to_transform": None,
+    "layers_pattern": None,
+    "rank_pattern": {"q_proj": 4},
+    "alpha_pattern": {},
 }
 LORA = "actor.model.is_lora=true"
 
@@ -36,6 +41,8 @@ def test_an_adapter_that_is_started_from_says_what_it_is(load, stored: Path) -> 
     assert (lora.r, lora.alpha, lora.use_rslora, lora.use_dora) == (8, 12.0, True, False)
     assert lora.target_modules == ["q_proj", "v_proj"]
     assert (lora.target_parameters, lora.modules_to_save) == ([], [])
+    assert (lora.exclude_modules, lora.layers_to_transform, lora.layers_pattern) == ([], None, [])
+    assert (lora.rank_pattern, lora.alpha_pattern) == ({"q_proj": 4}, {})
     assert lora.dropout == 0.3, "how much is dropped is free"
 
 
@@ -46,7 +53,18 @@ def test_the_resolved_recipe_loads_again_also_without_the_adapter(load, stored: 
     assert load_recipe(recipe.to_dict(), files_must_exist=False) == recipe
 
 
-@pytest.mark.parametrize("given", ["r=16", "alpha=13", "target_modules=[q_proj]", "use_dora=true", "use_rslora=false"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "r=16",
+        "alpha=13",
+        "target_modules=[q_proj]",
+        "use_dora=true",
+        "use_rslora=false",
+        "layers_to_transform=[0]",
+        "rank_pattern.q_proj=8",
+    ],
+)
 def test_keys_that_say_otherwise_than_the_adapter_are_refused(load, stored: Path, given: str) -> None:
     with pytest.raises(ConfigError, match=r"but the adapter in .*before has") as error:
         load(LORA, f"actor.model.lora.adapter_path={stored}", f"actor.model.lora.{given}")
@@ -70,6 +88,13 @@ def test_an_adapter_that_is_not_there_is_refused(load, tmp_path: Path) -> None:
         (["init=pissa", "target_parameters=[experts.down_proj]"], "linear layers"),
         (["target_parameters=[experts.down_proj]", "dropout=0.1"], "PEFT has none for them"),
         (["target_parameters=[experts.down_proj]", "use_dora=true"], "PEFT has none for them"),
+        (["init=orthogonal", "rank_pattern.q_proj=5"], "needs even ranks in rank_pattern"),
+        (["layers_pattern=[layers]"], "needs layers_to_transform"),
+        (["layers_to_transform=[0]", "target_parameters=[experts.down_proj]"], "needs no target_parameters"),
+        (["layers_to_transform=[-1]"], "a whole number >= 0, or a list of them"),
+        (["exclude_modules='q_(proj'"], "does not compile"),
+        (["rank_pattern.q_proj=0"], "rank_pattern"),
+        (["alpha_pattern.q_proj=0"], "alpha_pattern"),
         (["target_modules=[]"], "needs target_parameters, if it is empty"),
         (["base_dtype=bf16"], "needs precision: bf16"),
     ],

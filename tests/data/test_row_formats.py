@@ -254,7 +254,7 @@ def test_unknown_format_lists_keys_and_formats():
         read_example({"problem": "2+2?", "solution": "4"})
     reason = caught.value.reason
     assert "Its keys: problem, solution" in reason
-    assert "prompt and completion; question and answer; text" in reason
+    assert "prompt/completion, question/answer, text" in reason
     assert "data.columns" in reason
 
 

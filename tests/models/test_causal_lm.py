@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError, ModelError
+from shardtune.models.packing_probe import MIXED
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import (
@@ -165,10 +166,11 @@ def test_dropout_draws_the_same_on_the_same_layout_also_after_a_resume(folder: P
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_recurrent_model_trains_row_by_row(folder: Path, precision: str) -> None:
-    """Mamba: no positions to pack by, residuals in fp32, layers that are declared one inside the other."""
+def test_a_recurrent_model_is_packed(folder: Path, precision: str) -> None:
+    """Mamba: no positions, residuals in fp32, layers that are declared one inside the other."""
     values = values_of(folder, "mamba", actor__model__precision=precision)
     one, two = run_recipe(values), run_ranks(run_recipes, 2, [values])[0][0]
+    assert one.notes == two.notes == [f"packed rows see each other in this model: {MIXED}"]
     assert one.losses == pytest.approx(two.losses, rel=1e-5 if precision == "fp32" else 0.02)
 
 

@@ -331,20 +331,6 @@ def test_a_model_that_transformers_cannot_compute_is_refused_by_one_message(tmp_
         worker.setup()
 
 
-REAL = ("qwen3_next", "stablelm", "llama4_text")
-
-
-@pytest.mark.parametrize("family", REAL)
-def test_families_that_cannot_pack_train_by_length(tmp_path: Path, family: str) -> None:
-    folder, rows = save_family(family, tmp_path / "model"), rows_of(tmp_path)
-    trace = run_recipe(recipe(folder, rows, runner__max_steps=2, actor__micro_batch_size=4))
-    assert trace.notes[-1] == BY_LENGTH
-    assert trace.notes[0].endswith("one row per forward")
-    flat = run_flat(folder, rows, precision="fp64", steps=2)
-    assert trace.losses == pytest.approx(flat.losses, rel=1e-6)
-    assert trace.norms == pytest.approx(flat.norms, rel=1e-6)
-
-
 def test_an_exception_of_the_probe_leaves_ranks_in_order(tmp_path: Path) -> None:
     """It ends a forward of the sharded model half-way; two micro-batches per rank, in every way of sharding."""
     folder, rows = save_family("stablelm", tmp_path / "model"), rows_of(tmp_path)

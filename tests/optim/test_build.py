@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from shardtune.config import OptimConfig
+from shardtune.config.rank_layout import Layout
 from shardtune.errors import ConfigError
 from shardtune.optim.build import (
-    NOT_SHARDED,
-    REFUSED,
     build_optimizer,
     check_optimizer,
     rate_factor,
     set_learning_rate,
 )
 from shardtune.optim.muon import MuonWithAdamW
+from shardtune.optim.named_class import REFUSED
 
 ALL = sorted(
     name
@@ -68,11 +68,11 @@ def test_an_unknown_name_is_refused_with_those_there_are() -> None:
         build_optimizer(parameters(), config(name="Adamw"))
 
 
-@pytest.mark.parametrize("name", sorted(NOT_SHARDED))
-def test_optimizers_that_cannot_step_shards_are_refused_for_several_ranks(name: str) -> None:
-    check_optimizer(config(name=name), 1)
-    with pytest.raises(ConfigError, match=f"{name} cannot train on 2 ranks"):
-        check_optimizer(config(name=name), 2)
+def test_optimizers_of_whole_matrices_are_refused_where_ranks_have_flat_parts() -> None:
+    check_optimizer(config(name="Adafactor"), Layout(shard=2))
+    for layout in (Layout(shard=2, flat=True), Layout(shard=2, expert=2)):
+        with pytest.raises(ConfigError, match=r"Adafactor cannot train on 2 ranks in this layout: it steps whole matr"):
+            check_optimizer(config(name="Adafactor"), layout)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_optimizers_that_cannot_step_shards_are_refused_for_several_ranks(name: 
 )
 def test_arguments_that_do_not_fit_are_refused_before_launch(values: dict, message: str) -> None:
     with pytest.raises(ConfigError) as told:
-        check_optimizer(config(**values), 1)
+        check_optimizer(config(**values), Layout())
     assert message in str(told.value)
     assert told.value.remedy
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stderr
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune
 from shardtune.errors import DataError
@@ -90,13 +93,71 @@ def test_left_out_reasoning_is_refused_or_counted_at_start(tiny: Tiny) -> None:
         shardtune.train(recipe)
     assert caught.value.where == f"{file}: row 1"
     assert not tiny.run("thinking").exists()
-    told = logged(shardtune.train, recipe, "data.thinking=template")
+    template = tiny.folder / "thinking.jinja"
+    own = AutoTokenizer.from_pretrained(recipe["actor"]["model"]["model_path"])
+    opened = "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{%- endif %}"
+    head, _, tail = own.chat_template.rpartition("{% endif %}")
+    template.write_text(f"{head}{opened}{tail}")
+    overrides = ("data.thinking=template", f"data.chat_template={template}")
+    with pytest.raises(DataError, match="opens an answer otherwise for generation"):
+        shardtune.train(recipe, *overrides)
+    told = logged(shardtune.train, recipe, *overrides, "data.template_kwargs={enable_thinking: false}")
+    of_final = AutoTokenizer.from_pretrained(tiny.run("thinking") / "final")
+    asked = [{"role": "user", "content": "1?"}]
+    for given in ({}, {"enable_thinking": True}):  # prompts of a server are those of training
+        prompt = of_final.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **given)
+        assert prompt.endswith("<|im_start|>assistant\n" + "<think>\n" * len(given))
+    answers = partial(shardtune.load_run(tiny.run("thinking")).generate, "1?", max_new_tokens=1)
+    assert answers() == answers(template_kwargs={"enable_thinking": False})
+    with pytest.raises(DataError, match="does not read the argument 'thinking'"):
+        answers(template_kwargs={"thinking": 1})
     share = "4 of 4 rows trained without reasoning that they have (32 of 52 tokens to be trained, 61.5%)"
     assert share in told
     outcomes = json.loads((tiny.run("thinking") / "manifest.json").read_text())["data"]["outcomes"]
     assert (outcomes["train"][0]["left_out"], outcomes["train"][0]["left_out_tokens"]) == (4, 32)
     shown = logged(preview, recipe, "data.thinking=keep", rows=1)
     assert "⟦<think>\nso it is\n</think>\n\nYes.<|im_end|>⟧" in shown
+
+
+def test_tokens_and_windows_give_the_loss_of_transformers(tiny: Tiny) -> None:
+    """Rows with `input_ids` and `labels`, padded, those with a mask, and long ones in windows of 8 with a stride of 5;
+    in fp64, against the model of transformers on each window."""
+    model = tiny.recipe("tokens")["actor"]["model"]["model_path"]
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    tokens = [[(7 * row + 3 * place) % 40 + 5 for place in range(length)] for row, length in enumerate((6, 8, 9, 21))]
+    given: list[dict[str, Any]] = [{"input_ids": ids, "labels": [-100, *ids[1:3], -100, *ids[4:]]} for ids in tokens]
+    given[0] = {name: [*values, 0, 0] for name, values in given[0].items()} | {"attention_mask": [1] * 6 + [0] * 2}
+    given[0]["labels"][-2:] = [-100] * 2
+    given[3] = {"input_ids": tokens[3], "assistant_masks": [0, 1, 1, 0] + [1] * 17}
+    file = write_rows(tiny.folder / "tokens.jsonl", given)
+    recipe = tiny.recipe(
+        "tokens",
+        runner__max_steps=1,
+        runner__save_interval=-1,
+        actor__model__precision="fp64",
+        actor__micro_batch_size=2,
+        actor__global_batch_size=8,
+        data__train_data_paths=str(file),
+        data__on_too_long="split",
+        data__max_length=8,
+        data__split_stride=5,
+    )
+    told = logged(shardtune.train, recipe)
+    assert "tokens.jsonl: 2 of 4 rows split into windows of data.max_length: 8 (6 windows)" in told
+    total, count = 0.0, 0
+    for ids in tokens:
+        for number, start in enumerate(range(0, max(1, len(ids) - 3), 5)):
+            window = torch.tensor([ids[start : start + 8]])
+            labels = [-100 if place in (0, 3) else ids[place] for place in range(len(ids))][start : start + 8]
+            labels[: 3 if number else 0] = [-100] * (3 if number else 0)
+            count += sum(one != -100 for one in labels)
+            with torch.no_grad():  # the model's own loss is computed in fp32
+                logits = plain(input_ids=window).logits[0, :-1]
+            total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum"))
+    assert count == sum(len(ids) - 2 for ids in tokens)  # every target once
+    assert lines(tiny.run("tokens"))[0]["train/loss"] == pytest.approx(total / count, rel=1e-10)
+    outcomes = json.loads((tiny.run("tokens") / "manifest.json").read_text())["data"]["outcomes"]["train"][0]
+    assert (outcomes["rows"], outcomes["kept"], outcomes["split"], outcomes["windows"]) == (4, 8, 2, 6)
 
 
 @pytest.fixture(scope="module")

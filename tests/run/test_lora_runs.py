@@ -25,6 +25,10 @@ LORA: dict[str, Any] = {
     "actor__model__lora__r": 4,
     "actor__model__lora__alpha": 6.0,
     "actor__model__lora__dropout": 0.2,
+    "actor__model__lora__rank_pattern": {"k_proj": 2, r"layers\.1\..*\.down_proj": 6},
+    "actor__model__lora__alpha_pattern": {"down_proj": 3.0},
+    "actor__model__lora__exclude_modules": ["1.mlp.up_proj"],
+    "actor__model__lora__layers_to_transform": [0, 1],
     "actor__optim__lr": 1e-2,
     "actor__optim__lr_scheduler": "constant",
     "runner__max_epochs": -1,
@@ -72,6 +76,9 @@ def test_the_final_directory_is_one_of_peft(tiny: Tiny, run: Run) -> None:
     final = run.dir / "final"
     config = json.loads((final / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 6, "CAUSAL_LM")
+    assert config["rank_pattern"] == LORA["actor__model__lora__rank_pattern"]
+    assert (config["alpha_pattern"], config["exclude_modules"]) == ({"down_proj": 3}, ["1.mlp.up_proj"])
+    assert config["layers_to_transform"] == [0, 1]
     assert config["base_model_name_or_path"] == str(tiny.folder / "model")
     assert not (final / "config.json").exists()
     assert AutoTokenizer.from_pretrained(final).chat_template

@@ -400,7 +400,8 @@ class Functional(Tower):
     """Uses a layer's weight, and not the layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.linear(x, self.stem.weight, self.stem.bias)
+        stem = self.stem
+        x = F.linear(x, stem.weight, stem.bias)
         for block in self.blocks:
             x = block(x)
         return self.head(x)

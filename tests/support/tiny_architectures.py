@@ -261,6 +261,7 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
         "attention_head_dim": 16,
         "n_mamba_heads": 4,
     },
+    "youtu": {"initializer_range": 0.02, "embedding_initializer_range": 0.02},
     "zaya": {"num_experts_per_tok": 1},
     "dots3_note": {
         "vision_config.adapter_in_dim": 32,

@@ -17,6 +17,7 @@ from transformers.models.auto.image_processing_auto import (
     get_image_processor_class_from_name,
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+from transformers.utils import is_torchvision_available
 
 from shardtune.models.vision.processors import load_processor, without_video
 from tests.support.flat_vision import encoded, encoded_whole
@@ -414,7 +415,8 @@ def make_processor(family: str) -> ProcessorMixin:
     """
     own = VISION.get(family, {})
     name = own.get("class") or PROCESSOR_MAPPING_NAMES.get(family)
-    pil = own.get("pil") or (IMAGE_PROCESSOR_MAPPING_NAMES.get(family) or {}).get("pil")
+    kinds = IMAGE_PROCESSOR_MAPPING_NAMES.get(family) or {}
+    pil = own.get("pil") or kinds.get("pil") or (kinds.get("torchvision") if is_torchvision_available() else None)
     if name is None or pil is None:
         raise Unavailable
     found: Any = processor_class_from_name(name)

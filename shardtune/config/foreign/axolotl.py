@@ -222,6 +222,9 @@ def _new_adapter(c: Conversion) -> None:
         c.put(f"actor.model.lora.{name}", is_on(c.get(f"peft_{name}")), f"peft_{name}")
     if c.has("peft_init_lora_weights"):
         c.put("actor.model.lora.init", c.get("peft_init_lora_weights"), "peft_init_lora_weights")
+    for name in ("lora_rank_pattern", "lora_alpha_pattern", "peft_layers_to_transform", "peft_layers_pattern"):
+        if c.has(name):
+            c.put(f"actor.model.lora.{name.partition('_')[2]}", c.get(name), name)
     _targets(c, c.get("lora_target_modules"))
     for name in ("lora_target_parameters", "lora_modules_to_save"):
         if c.has(name):

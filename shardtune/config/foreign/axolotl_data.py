@@ -98,7 +98,7 @@ _LATER = ("roles_to_train", "train_on_eos", "train_on_eot", "chat_template", "ch
 def _remedy(key: str) -> str:
     remedies = {
         "shards": "data.train_data_paths: {path: FILE, weight: 1 / shards} trains a share of the rows",
-        "revision": "download that revision and name its directory",
+        "revision": "write it behind the name: path: OWNER/NAME@REVISION",
         "message_field_training": "loss_weight: 0 on a message excludes it; data.transform may write it",
         "message_field_training_detail": "a target is a whole turn; loss_weight of a message weighs it",
         "drop_system_message": "data.transform: FILE.py:FUNCTION may drop the turn",

@@ -34,7 +34,7 @@ TABLE: Table = {
     **TRAINING_ARGUMENTS,
     "model_name_or_path": To("actor.model.model_path"),
     "model_revision": Missing(
-        "download that revision and name its directory as actor.model.model_path", (None, "main")
+        "write the revision behind the name: model.model_path: OWNER/NAME@REVISION", (None, "main")
     ),
     "adapter_name_or_path": By("actor.model.lora.load_from: FOLDER"),
     "adapter_folder": Missing("actor.model.lora.load_from: FOLDER"),

@@ -23,7 +23,7 @@ TABLE: Table = {
     **TRAINING_ARGUMENTS,
     "model_name_or_path": To("actor.model.model_path"),
     "model_revision": Missing(
-        "download that revision and name its directory as actor.model.model_path", (None, "main")
+        "write the revision behind the name: model.model_path: OWNER/NAME@REVISION", (None, "main")
     ),
     "dtype": By("actor.model.precision: bf16; weights stay in fp32"),
     "torch_dtype": By("actor.model.precision: bf16; weights stay in fp32"),
@@ -66,7 +66,7 @@ TABLE: Table = {
     "max_length": By("data.max_length: N"),
     "max_seq_length": By("data.max_length: N"),
     "truncation_mode": Missing(
-        "data.on_too_long: truncate keeps the start; drop and fail are the others", (None, "keep_start")
+        "data.on_too_long: truncate keeps the start; split, drop and fail are the others", (None, "keep_start")
     ),
     "shuffle_dataset": NotNeeded(
         "rows are shuffled in every epoch, by TRL's sampler too; data.shuffle: false: they are not"

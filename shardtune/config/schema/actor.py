@@ -35,8 +35,10 @@ class ParameterGroup(Section):
 class OptimConfig(Section):
     name: Text = key(
         "AdamW",
-        "The optimizer: the name of a class in torch.optim. Muon is for the matrices of hidden layers; embeddings, the "
-        "head, norms and biases are trained by AdamW beside it, with the same `lr` and `adam_*`.",
+        "The optimizer: the name of a class in torch.optim, or one of your own or of another package: file.py:Class or "
+        "package.module:Class, with arguments from `lr`, `weight_decay` and `args` alone. Muon is for the matrices of "
+        "hidden layers; embeddings, the head, norms and biases are trained by AdamW beside it, with the same `lr` and "
+        "`adam_*`.",
     )
     lr: Number = key(1.0e-5, "The peak learning rate.", gt=0)
     adam_beta1: Number = key(0.9, "Adam's decay rate of the first moment.", ge=0, lt=1)
@@ -51,6 +53,16 @@ class OptimConfig(Section):
     )
     groups: list[ParameterGroup] = key(
         [], "Parameters with their own rate or decay, e.g. [{pattern: embed_tokens, lr: 1e-6}]; the last match counts."
+    )
+    ema_decay: Annotated[Number, Field(ge=0, lt=1)] | None = key(
+        None,
+        "Keep an exponential moving average of the trained weights, which becomes ema_decay * average + "
+        "(1 - ema_decay) * weights after each step; null: none is kept.",
+    )
+    ema_use: bool = key(
+        True,
+        "With `ema_decay`: evaluate and export (final/ too) the average; false: the weights of the last step, with the "
+        "average in checkpoints alone.",
     )
     clip_grad: Annotated[Number, Field(gt=0)] | None = key(
         1.0, "The largest global norm of the gradient, over all ranks and parameters; null: no clipping."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from shardtune.config.schema.augmentation import AugmentationConfig
 from shardtune.config.schema.section import Section, key, section
@@ -14,7 +14,10 @@ from shardtune.config.values import Allowed, Count, Distinct, FunctionInFile, Nu
 class DataEntry(Section):
     """One source among several in `data.train_data_paths` or `data.eval_data_paths`."""
 
-    path: Text = Field(description="A file, glob, directory or Hub name.")
+    path: Text = Field(
+        description="A file, glob, directory, URL of a remote one (s3://…), or Hub name, with its revision as "
+        "owner/name@revision."
+    )
     name: Text | None = key(
         None,
         "The source's name in logs and counts; for a Hub data set also its configuration; null: derived from the path.",
@@ -22,9 +25,9 @@ class DataEntry(Section):
     weight: Number = key(1.0, "An epoch has round(weight x rows) rows of this source.", gt=0)
     max_samples: Count | None = key(None, "Only this many rows, the first ones; null: all of them.")
     columns: dict[str, str] = key({}, "As `data.columns`, for this source; its entries take precedence.")
-    format: Literal["messages", "sharegpt", "instruction", "prompt_completion", "question_answer", "text"] | None = key(
-        None, "The row format; null: detected for each row."
-    )
+    format: (
+        Literal["tokens", "messages", "sharegpt", "instruction", "prompt_completion", "question_answer", "text"] | None
+    ) = key(None, "The row format; null: detected for each row.")
     split: Text | None = key(
         None, "The split of a Hub data set; null: train for training rows, validation or test for evaluation rows."
     )
@@ -39,6 +42,10 @@ NamedSources = Annotated[
 ]
 
 
+ThinkingChoice = Annotated[
+    Literal["keep", "last", "template", "strip"],
+    BeforeValidator(lambda value: "strip" if value == "drop" else value),  # its former name
+]
 NO_LIMIT = "null: no limit."
 
 
@@ -102,25 +109,47 @@ class DataConfig(Section):
     )
     transform: FunctionInFile | None = key(None, "A function row -> row, applied to every row before it is encoded.")
     chat_template: Text | None = key(
-        None, "null: the tokenizer's own; chatml: the built-in ChatML template; otherwise a Jinja file."
+        None,
+        "null: the tokenizer's own; chatml: the built-in ChatML template; the name of another one that the tokenizer "
+        "has (tool_use); otherwise a Jinja file.",
+    )
+    template_kwargs: dict[str, object] = key(
+        {},
+        "Values for the chat template, e.g. {enable_thinking: false, reasoning_effort: high}; those of a row "
+        "(chat_template_kwargs) take precedence. final/ has a template with them. strftime_now: 2025-01-31 is the date "
+        "that a template prints.",
+    )
+    on_prompt_mismatch: Literal["fail", "accept"] = key(
+        "fail",
+        "What happens if the chat template opens the last trained answer of a row otherwise than it does in "
+        "generation. fail: an error with the first difference; accept: such rows are trained and counted.",
     )
     system_prompt: Text | None = key(None, "The system turn of conversations without one; null: none is added.")
     train_on: Literal["assistant", "last_assistant", "all"] = key(
         "assistant", "Which tokens are targets: all of the assistant's turns, its last turn, or every token."
     )
-    thinking: Literal["keep", "template", "drop"] | None = key(
+    thinking: ThinkingChoice | None = key(
         None,
         "Reasoning of trained turns that the chat template does not print. keep: it is written before the answer, as "
-        "the template does elsewhere or in <think> tags; template: it is left out and counted; drop: all reasoning is "
-        "left out and counted; null: it is an error.",
+        "the template does elsewhere or in <think> tags; last: likewise after the last question, and all earlier "
+        "reasoning is left out; template: what is not printed is left out; strip: all reasoning is left out. What is "
+        "left out is counted. null: it is an error.",
     )
     ignored_keys: list[Text] = key(
         [],
-        "Keys of messages that have no meaning for training, e.g. [turn_id, language]; other unknown ones are errors.",
+        "Keys of messages, and of a row's chat_template_kwargs, that have no meaning for training, e.g. [turn_id, "
+        "language]; other unknown ones are errors.",
     )
     max_length: int = key(2048, "Maximum tokens of one row.", ge=2)
-    on_too_long: Literal["truncate", "drop", "fail"] = key(
-        "truncate", "What happens to rows longer than `max_length`; truncated and dropped rows are counted."
+    on_too_long: Literal["truncate", "drop", "fail", "split"] = key(
+        "truncate",
+        "What happens to rows longer than `max_length`. split: they become windows of that length, each a row, and "
+        "every target is trained once. Truncated, dropped and split rows are counted.",
+    )
+    split_stride: Count | None = key(
+        None,
+        "With `on_too_long: split`: how many tokens further each window begins; those that it repeats are no targets "
+        "again. null: max_length - 1.",
     )
     on_bad_row: Literal["fail", "skip"] = key(
         "fail", "What happens to rows that cannot be used; skipped ones are counted and reported with file and row."

@@ -12,10 +12,13 @@ from shardtune.config.values import (
     Distinct,
     FunctionInFile,
     ImageSize,
+    LayerNumbers,
     LoraInit,
     NameOrNames,
     NamePattern,
+    NamePatterns,
     Number,
+    Scale,
     Text,
 )
 
@@ -34,6 +37,22 @@ class LoraConfig(Section):
         "Parameters with two or three dimensions that get LoRA although they are not the weight of a linear "
         "layer, by name endings: experts that are stacked in one tensor.",
     )
+    exclude_modules: NamePatterns = key(
+        [], "Targeted modules that get no LoRA: a list of name endings, or a regular expression for whole names."
+    )
+    layers_to_transform: LayerNumbers | None = key(
+        None,
+        "The layers whose targeted modules get LoRA, by number from 0; modules named in full always do; null: all.",
+    )
+    layers_pattern: NamePatterns = key(
+        [], "The names of the lists of layers that `layers_to_transform` counts, e.g. layers or h; []: any list."
+    )
+    rank_pattern: dict[NamePattern, Count] = key(
+        {},
+        "Other ranks than `r`, by regular expressions for the ends of names, e.g. {q_proj: 8}; the first that matches "
+        "decides.",
+    )
+    alpha_pattern: dict[NamePattern, Scale] = key({}, "Other scales than `alpha`, likewise.")
     use_rslora: bool = key(False, "Scale by alpha / sqrt(r) instead of alpha / r.")
     use_dora: bool = key(False, "Learn each column's magnitude separately from its direction (DoRA).")
     init: LoraInit = key(
@@ -86,8 +105,8 @@ class ModelConfig(Section):
     )
     model_path: Text | None = key(
         None,
-        "The base model: a directory for `from_pretrained`, or a Hub name; required unless the model is passed as an "
-        "object.",
+        "The base model: a directory for `from_pretrained`, or a Hub name, with a branch, tag or commit as "
+        "owner/name@revision; required unless the model is passed as an object.",
     )
     from_scratch: bool = key(
         False, "Take only the configuration and tokenizer from `model_path` and initialise the weights from the seed."

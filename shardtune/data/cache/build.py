@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardtune.batch import Sample
 from shardtune.data.cache.entry import EncodedRow, EncodedRows, EntryWriter, Tally
 from shardtune.data.cache.fields import Kinds, kinds_of, require_same_kinds
 from shardtune.data.cache_directory import content_size
@@ -102,8 +103,8 @@ def encode_chunk(task: BuildTask, chunk: Chunk, most: int | None = None) -> Enco
         tally.rows += 1
         try:
             encoded = _encode_row(task, number, row, tally)
-            if encoded is not None:
-                _require_fields_of(kept[0] if kept else encoded, encoded)
+            if encoded:
+                _require_fields_of(kept[0] if kept else encoded[0], encoded[0])
         except DataError as error:
             where = f"{task.file.label}: row {number:,}" + (f" ({error.where})" if error.where else "")
             raise DataError(error.what, where=where, remedy=error.remedy) from error
@@ -113,10 +114,9 @@ def encode_chunk(task: BuildTask, chunk: Chunk, most: int | None = None) -> Enco
                 raise bad_row(task.file.label, number, reason) from error
             tally.bad.add(number, " ".join(reason.split()))
             continue
-        if encoded is not None:
-            kept.append(encoded)
-            if len(kept) == most:
-                break
+        kept += encoded if most is None else encoded[: most - len(kept)]
+        if len(kept) == most:
+            break
     tally.kept = len(kept)
     return EncodedRows.pack(kept, tally)
 
@@ -136,32 +136,44 @@ def _within_limit(task: BuildTask, chunk: Chunk, result: EncodedRows | DataError
     return result if room is None or result.tally.kept < room else encode_chunk(task, chunk, room)
 
 
-def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally) -> EncodedRow | None:
+def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally) -> list[EncodedRow]:
+    """The row encoded, in windows where it is split; nothing of one that is dropped."""
     if isinstance(row, RowError):
         raise row
     prepared = prepare_row(row, task.source)
     if prepared is None:
         tally.filtered.add(number, "")
-        return None
+        return []
     if task.source.format is not None:
         prepared = in_format(prepared, task.source.format)
     whole = task.encoder.encode(prepared)
     try:
-        sample = task.encoder.fit(whole)
+        fitted = task.encoder.fit(whole)
     except RowDropped as dropped:
         tally.too_long.add(number, dropped.reason)
-        return None
-    weights = task.encoder.weights(sample)
-    if not any(weights.values()):
-        tally.no_target.add(number, "cut before the answer" if sample.length < whole.length else "")
-        return None
-    if sample.length < whole.length:
+        return []
+    parts = [fitted] if isinstance(fitted, Sample) else fitted
+    weighed = [(part, task.encoder.weights(part)) for part in parts]
+    kept = [(part, weights) for part, weights in weighed if any(weights.values())]
+    sample = parts[0]
+    if not kept:
+        is_cut = len(parts) == 1 and sample.length < whole.length
+        tally.no_target.add(number, "cut before the answer" if is_cut else "")
+        return []
+    if len(parts) > 1:
+        idle = f", {len(parts) - len(kept):,} without a target" if len(kept) < len(parts) else ""
+        tally.split.add(number, f"{whole.length:,} tokens in {len(parts):,} windows{idle}")
+        tally.windows += len(kept) - 1
+    elif sample.length < whole.length:
         tally.truncated.add(number, f"{whole.length:,} tokens" if len(whole.input_ids) else f"size {whole.length:,}")
     if whole.left_out:
         tally.left_out.add(number, f"{whole.left_out:,} tokens")
+    if whole.prompt_differs:
+        tally.prompt_differs.add(number, "")
     tally.left_out_tokens += whole.left_out
     tally.trained_tokens += int(np.count_nonzero(whole.loss_weights))
-    return EncodedRow(number, _row_digest(row), sample, weights)
+    digest = _row_digest(row)
+    return [EncodedRow(number, digest, part, weights) for part, weights in kept]
 
 
 def _reason(row: Row | RowError, error: RowError) -> str:

@@ -22,12 +22,12 @@ from shardtune.data.encoder import Encoder, FrameOptions, bad_row
 from shardtune.data.file_lock import FileLock
 from shardtune.data.progress import show_progress
 from shardtune.data.robot.content import content_digest
-from shardtune.data.sources.resolve import LEROBOT, Source, SourceFile
+from shardtune.data.sources.resolve import ROBOT_KINDS, Source, SourceFile
 from shardtune.errors import DataError
 from shardtune.launch.progress import PROGRESS
 
 # Part of every key: raise it when reading or recognising rows gives something else than before.
-READING_VERSION = 2
+READING_VERSION = 3
 _WAIT_LINE_SECONDS = 10.0
 
 
@@ -176,7 +176,7 @@ def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | N
     """The name of a file's entry: the hash of everything that its rows depend on."""
     depends = {
         "versions": [READING_VERSION, LAYOUT_VERSION],
-        "content": content_digest(file.path, root),
+        "content": content_digest(file.path, root, file.part),
         "kind": file.kind,
         "suffix": file.path.suffix,
         "columns": dict(source.columns),
@@ -188,8 +188,8 @@ def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | N
         "encoder": encoder.cache_key(),
     }
     if source.frames is not None:
-        # Rows of plain files may name images by paths beside the file; a LeRobot data set provides them.
-        folder = None if file.kind == LEROBOT else str(file.folder)
+        # Rows of plain files may name images by paths beside the file; robot data sets and recordings hold them.
+        folder = (source.prefix(file) or None) if file.kind in ROBOT_KINDS else str(file.folder)
         depends["frames"] = [source.frames.chunk, source.name, file.part, folder]
         others = replace(source.frames, chunk=1, representation=None)
         if others != FrameOptions():

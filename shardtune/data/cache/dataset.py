@@ -21,7 +21,9 @@ from shardtune.errors import DataError
 
 _OUTCOMES = {
     "truncated": "cut to data.max_length",
+    "split": "split into windows of data.max_length",
     "left_out": "trained without reasoning that they have",
+    "prompt_differs": "trained behind another prompt than that of generation",
     "too_long": "dropped, longer than data.max_length",
     "no_target": "dropped, without a target",
     "filtered": "dropped by data.transform",
@@ -83,6 +85,7 @@ class DataReport:
                 notes: Notes = getattr(file.tally, outcome)
                 if notes.count:
                     share = f" ({_share(file.tally)})" if outcome == "left_out" else ""
+                    share += f" ({file.tally.windows + notes.count:,} windows)" if outcome == "split" else ""
                     rows = f"{notes.count:,} of {file.tally.rows:,} rows"
                     what = text.replace("data.max_length", limit)
                     yield f"{file.label}: {rows} {what}{share}: {_first(notes, examples)}"
@@ -101,6 +104,8 @@ class DataReport:
             outcomes = {outcome: getattr(file.tally, outcome).count for outcome in _OUTCOMES}
             kept = file.tally.kept - file.quarantined.count
             about = {"source": file.source, "file": file.label, "rows": file.tally.rows, "kept": kept}
+            if file.tally.split.count:
+                about["windows"] = file.tally.windows + file.tally.split.count
             if file.tally.left_out_tokens:
                 about["left_out_tokens"] = file.tally.left_out_tokens
             outcomes[QUARANTINED] = file.quarantined.count

@@ -20,7 +20,7 @@ from shardtune.data.cache.fields import FieldColumn, FieldsReader, FieldsWriter,
 from shardtune.data.checksum import is_sealed, sealed
 from shardtune.data.durable import sync_folder
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 ROWS, DESCRIPTION = "rows.bin", "entry.json"
 _KEPT_NOTES = 100
 _ALIGNMENT = 64
@@ -89,6 +89,9 @@ class TallyJson(TypedDict):
     left_out: NotesJson
     left_out_tokens: int
     trained_tokens: int
+    prompt_differs: NotesJson
+    split: NotesJson
+    windows: int
 
 
 @dataclass(slots=True)
@@ -97,7 +100,7 @@ class Tally:
 
     Attributes:
         rows: rows read, usable or not.
-        kept: rows in the data set.
+        kept: rows in the data set; of a row that is split, each window.
         truncated: kept, but cut at `data.max_length`.
         too_long: dropped because of `data.on_too_long: drop`.
         no_target: dropped because nothing of them is trained: no token, or no weight in any loss term.
@@ -106,6 +109,8 @@ class Tally:
         left_out: kept, but without reasoning that the chat template does not print.
         left_out_tokens: of that reasoning.
         trained_tokens: of all kept rows, before they are cut.
+        split: kept, in windows. windows: how many more rows of the data set that makes.
+        prompt_differs: kept, but their answers are preceded by something else than the prompt of generation.
     """
 
     rows: int = 0
@@ -118,6 +123,9 @@ class Tally:
     left_out: Notes = field(default_factory=Notes)
     left_out_tokens: int = 0
     trained_tokens: int = 0
+    prompt_differs: Notes = field(default_factory=Notes)
+    split: Notes = field(default_factory=Notes)
+    windows: int = 0
 
     def extend(self, other: Tally) -> None:
         self.rows += other.rows
@@ -130,6 +138,9 @@ class Tally:
         self.left_out.extend(other.left_out)
         self.left_out_tokens += other.left_out_tokens
         self.trained_tokens += other.trained_tokens
+        self.prompt_differs.extend(other.prompt_differs)
+        self.split.extend(other.split)
+        self.windows += other.windows
 
     def dropped(self) -> list[tuple[int, str, str]]:
         """The dropped rows among the noted ones, in order: number, cause, reason."""
@@ -149,6 +160,9 @@ class Tally:
             left_out=Notes.from_json(content["left_out"]),
             left_out_tokens=content["left_out_tokens"],
             trained_tokens=content["trained_tokens"],
+            prompt_differs=Notes.from_json(content["prompt_differs"]),
+            split=Notes.from_json(content["split"]),
+            windows=content["windows"],
         )
 
 

@@ -8,24 +8,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, TypedDict
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.outline import Span
-from shardtune.data.chat.reasoning import Thinking, Thought, without_thoughts
+from shardtune.data.chat.prompt_check import PromptMismatch, first_difference
+from shardtune.data.chat.reasoning import Thinking, Thought, before_last_question, without_thoughts
 from shardtune.data.chat.rendering import ChatTemplate, Rendering
-from shardtune.data.chat.template import missing_template
+from shardtune.data.chat.template import missing_template, refuse_without_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
 from shardtune.data.messages import read_turns, shown_question
 from shardtune.data.row_formats import Chat, Completion, Text, read_example
+from shardtune.data.token_rows import Tokens
 from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 # Part of every cache key: raise it when the same row would be encoded differently.
-ENCODING_VERSION = 3
+ENCODING_VERSION = 4
+
+
+class About(TypedDict):
+    """What a sample has besides its tokens; its attributes of the same names."""
+
+    left_out: int
+    prompt_differs: bool
 
 
 class ChatEncoder:
@@ -41,10 +51,15 @@ class ChatEncoder:
         system_prompt: put before conversations without a system turn.
         max_length: the maximum number of tokens of a row, for `fit`.
         on_too_long: the handling of a longer row by `fit`.
+        split_stride: how many tokens further each part of a row that is split begins.
         with_prompts: also give `prompt_ids` and `reference`, for generative evaluation.
         thinking: the reasoning of trained turns that the template does not print: `keep` writes it before the answer,
-            `template` leaves it out, `drop` leaves out all reasoning; None: it is an error.
-        ignored_keys: keys of messages that have no meaning for training.
+            `template` leaves it out; `last` writes that of the turns after the last question and leaves out all other
+            reasoning, `strip` leaves out all; None: it is an error.
+        ignored_keys: keys of messages, and values of rows for the template, that have no meaning for training.
+        template_kwargs: values for the template, such as `enable_thinking`; those of a row take precedence.
+        on_prompt_mismatch: for a trained answer that is not preceded by the prompt that generation would use: `fail`
+            raises an error, `accept` counts it.
     """
 
     def __init__(
@@ -56,18 +71,23 @@ class ChatEncoder:
         system_prompt: str | None = None,
         max_length: int = 2048,
         on_too_long: TooLong = "truncate",
+        split_stride: int | None = None,
         with_prompts: bool = False,
         thinking: Thinking | None = None,
         ignored_keys: Sequence[str] = (),
+        template_kwargs: Mapping[str, object] = MappingProxyType({}),
+        on_prompt_mismatch: PromptMismatch = "fail",
     ) -> None:
+        refuse_without_template(template, template_kwargs)
         self.tokenizer = with_offsets(tokenizer)
-        self.template = None if template is None else ChatTemplate(template, self.tokenizer)
+        self.template = None if template is None else ChatTemplate(template, self.tokenizer, template_kwargs)
         self.train_on: TrainOn = train_on
         self.system_prompt = system_prompt
-        self.limit = LengthLimit(max_length, on_too_long)
+        self.limit = LengthLimit(max_length, on_too_long, split_stride)
         self.with_prompts = with_prompts
-        self.thinking: Thinking | None = thinking
+        self.thinking: Thinking | None = "strip" if thinking == "drop" else thinking
         self.ignored_keys = frozenset(ignored_keys)
+        self.on_prompt_mismatch: PromptMismatch = on_prompt_mismatch
 
     def encode(self, row: Row) -> Sample:
         """The whole row. Raises `RowError` for a bad row, and `DataError` for a fault of all rows."""
@@ -75,10 +95,12 @@ class ChatEncoder:
         if isinstance(example, Chat):
             return self._encode_chat(self.prepared(example))
         if self.system_prompt is not None:
-            raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
+            raise RowError("data.system_prompt is set, but the row has no turns to put it before")
+        if isinstance(example, Tokens):
+            return self._encode_tokens(example)
         return self._encode_text(example)
 
-    def fit(self, sample: Sample) -> Sample:
+    def fit(self, sample: Sample) -> Sample | list[Sample]:
         return self.limit.apply(sample)
 
     def weights(self, sample: Sample) -> Mapping[str, float]:
@@ -95,21 +117,31 @@ class ChatEncoder:
             "train_on": self.train_on,
             "system_prompt": self.system_prompt,
             "max_length": self.limit.max_length,
-            "on_too_long": self.limit.on_too_long,
+            "on_too_long": [self.limit.on_too_long, self.limit.stride],
             "with_prompts": self.with_prompts,
             "thinking": self.thinking,
             "ignored_keys": sorted(self.ignored_keys),
+            "template_kwargs": None if self.template is None else self.template.arguments,
+            "on_prompt_mismatch": self.on_prompt_mismatch,
         }
         return hashlib.blake2b(json.dumps(options).encode(), digest_size=20).hexdigest()
 
     def prompt(
-        self, messages: Sequence[Mapping[str, object]], tools: Sequence[dict[str, object]] | None = None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[dict[str, object]] | None = None,
+        *,
+        template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Prompt:
         """A conversation for the assistant to continue, up to the beginning of its turn."""
+        turns = Chat(read_turns(messages), (None,) * len(messages), arguments=template_kwargs)
+        return Prompt(self._tokens(self._prompt_text(turns, tools))[0])
+
+    def _prompt_text(self, turns: Chat, tools: Sequence[dict[str, object]] | None) -> str:
         if self.template is None:
             raise missing_template("data.chat_template")
-        turns = self.prepared(Chat(read_turns(messages), (None,) * len(messages)))
-        return Prompt(self._tokens(self.template.render(turns.messages, tools, prompt=True))[0])
+        chat = self.prepared(turns)
+        return self.template.render(chat.messages, tools, prompt=True, arguments=chat.arguments)
 
     def text_prompt(self, text: str) -> Prompt:
         """A text to continue, with the begin token of rows of plain text."""
@@ -147,45 +179,75 @@ class ChatEncoder:
             raise missing_template("data.chat_template")
         if self.ignored_keys:
             messages = [{key: m[key] for key in m if key not in self.ignored_keys} for m in chat.messages]
-            chat = replace(chat, messages=tuple(messages))
+            arguments = {name: chat.arguments[name] for name in chat.arguments if name not in self.ignored_keys}
+            chat = replace(chat, messages=tuple(messages), arguments=arguments)
         self.template.check_keys(chat.messages)
+        self.template.check_arguments(chat.arguments)
         return self._with_system(chat)
 
     def _with_system(self, chat: Chat) -> Chat:
         if self.system_prompt is None or any(message["role"] == "system" for message in chat.messages):
             return chat
         system = {"role": "system", "content": self.system_prompt}
-        return Chat((system, *chat.messages), (None, *chat.weights), chat.tools)
+        return replace(chat, messages=(system, *chat.messages), weights=(None, *chat.weights))
 
     def _encode_chat(self, chat: Chat) -> Sample:
         if self.template is None:
             raise missing_template("data.chat_template")
         self._check_weights(chat)
-        chat, rendering, left_out = self._rendered(chat, self.template)
+        chat, rendering, about = self._rendered(chat, self.template)
         ids, weights = self._weigh(chat, rendering)
         if not self.with_prompts:
-            return Sample(ids, weights, left_out=left_out)
+            return Sample(ids, weights, **about)
         prompt, reference = self._question(chat, rendering)
         if prompt is None:
-            return Sample(ids, weights, left_out=left_out)
+            return Sample(ids, weights, **about)
         question = shown_question(chat.messages[: rendering.spans[-1].message])
-        return Sample(ids, weights, self._tokens(prompt)[0], reference, question, left_out=left_out)
+        return Sample(ids, weights, self._tokens(prompt)[0], reference, question, **about)
 
-    def _rendered(self, chat: Chat, template: ChatTemplate) -> tuple[Chat, Rendering, int]:
-        """The conversation as it is rendered, its rendering, and how many tokens of reasoning that leaves out.
+    def _rendered(self, chat: Chat, template: ChatTemplate) -> tuple[Chat, Rendering, About]:
+        """The conversation as it is rendered, its rendering, how many tokens of reasoning that leaves out, and whether
+        generation would begin its last trained turn otherwise.
 
         Raises:
-            DataError: it leaves out some, and `thinking` is None.
+            DataError: reasoning is left out, and `thinking` is None; or generation begins otherwise, and that is not
+                accepted.
         """
-        chat, dropped = without_thoughts(chat) if self.thinking == "drop" else (chat, [])
+        chat, dropped = self._without_thoughts(chat)
         rendering = template.render_turns(chat)
-        lost = [one for one in (*dropped, *rendering.lost) if self._is_trained(chat, rendering, one)]
-        if lost and self.thinking == "keep":
-            return chat, template.with_thoughts(rendering, lost), 0
-        left_out = sum(len(self._tokens(one.text)[0]) for one in lost)
+        gone = [one for one in dropped if self._is_trained(chat, rendering, one)]
+        lost = [one for one in rendering.lost if self._is_trained(chat, rendering, one)]
+        written = lost if self.thinking in ("keep", "last") else []
+        left_out = sum(len(self._tokens(one.text)[0]) for one in (*gone, *([] if written else lost)))
         if lost and self.thinking is None:
             raise self._would_lose(chat, rendering, lost, left_out)
-        return chat, rendering, left_out
+        rendering, differs = self._behind_prompt(chat, rendering, template, written)
+        return chat, rendering, {"left_out": left_out, "prompt_differs": differs}
+
+    def _without_thoughts(self, chat: Chat) -> tuple[Chat, list[Thought]]:
+        if self.thinking == "strip":
+            return without_thoughts(chat)
+        return without_thoughts(chat, before_last_question(chat)) if self.thinking == "last" else (chat, [])
+
+    def _behind_prompt(
+        self, chat: Chat, rendering: Rendering, template: ChatTemplate, written: Sequence[Thought]
+    ) -> tuple[Rendering, bool]:
+        """The rendering with reasoning that is written before answers; and whether the last trained turn is preceded by
+        something else than the prompt with which the model would generate it."""
+        whole = template.with_thoughts(rendering, written) if written else rendering
+        trained = [span for span in rendering.spans if self._span_weight(chat, span, rendering.spans[-1]) > 0]
+        last = trained[-1] if trained else None
+        own = [one for one in written if last is not None and one.message == last.message]
+        given = None if last is None else template.generation_prompt(chat, rendering, last, own)
+        if last is None or given is None:
+            return whole, False
+        prompt, text = given
+        if text.startswith(prompt):
+            is_last = own and not template.marks_generation and last == rendering.spans[-1]
+            return whole.opened(len(prompt) - last.start) if is_last else whole, False
+        if self.on_prompt_mismatch == "fail":
+            raise first_difference(prompt, text, last.message)
+        return whole, True
 
     def _is_trained(self, chat: Chat, rendering: Rendering, thought: Thought) -> bool:
         spans = [span for span in rendering.spans if span.message == thought.message]
@@ -197,8 +259,9 @@ class ChatEncoder:
         return DataError(
             f"the chat template leaves out reasoning of the assistant: {tokens:,} of the row's {tokens + trained:,} "
             f"tokens to be trained (message {turns}), which begin {lost[0].text[:60]!r}",
-            remedy="set data.thinking: keep (it is written as <think>…</think> before the answer), template (what the "
-            "template leaves out is not trained, and counted) or drop (no reasoning is trained)",
+            remedy="set data.thinking: keep (it is written as <think>…</think> before the answer), last (only that "
+            "after the last question), template (what the template leaves out is not trained, and counted) or strip "
+            "(no reasoning is trained)",
         )
 
     def _weigh(self, chat: Chat, rendering: Rendering) -> tuple[np.ndarray, np.ndarray]:
@@ -232,10 +295,41 @@ class ChatEncoder:
             return None, None
         prompt = rendering.prompt
         if prompt is None:
-            prompt = self.template.render(chat.messages[: last.message], chat.tools, prompt=True)
+            prompt = self.template.render(chat.messages[: last.message], chat.tools, True, chat.arguments)
         content = chat.messages[last.message]["content"]
         answer = content if content.strip() else text[last.start : last.stop].removesuffix(self.template.end_of_turn)
         return prompt, answer
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _largest_token(self) -> int:
+        return max(self.tokenizer.get_vocab().values())
+
+    def _encode_tokens(self, example: Tokens) -> Sample:
+        """The tokens as they are: neither a begin nor an end token is added."""
+        ids, weights = example.ids, example.weights.copy()
+        if int(ids.max()) > self._largest_token:
+            raise RowError(
+                f"input_ids has {int(ids.max()):,}, and the tokenizer's tokens go up to {self._largest_token:,}: the "
+                "row was tokenised by another one"
+            )
+        weights[:1] = 0.0
+        targets = np.flatnonzero(weights)
+        if not example.marked or not len(targets):
+            return Sample(ids, weights)
+        # The last answer: the targets from the last one back to the first that follows another token.
+        gaps = np.flatnonzero(np.diff(targets) > 1)
+        start = int(targets[gaps[-1] + 1 if len(gaps) else 0])
+        if self.train_on == "last_assistant":
+            weights[:start] = 0.0
+        if not self.with_prompts:
+            return Sample(ids, weights)
+        answer = self._decoded(ids[start : int(targets[-1]) + 1])
+        return Sample(ids, weights, ids[:start], answer, self._decoded(ids[:start]))
+
+    def _decoded(self, ids: np.ndarray) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     # -- text ------------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,8 @@ class _Gap:
 
 def shape_of(chat: Chat, separator: str) -> Shape:
     """Everything a template's layout of a conversation depends on, apart from the text of its turns."""
-    return (bool(chat.tools), *(_shape_of_turn(message, separator) for message in chat.messages))
+    given = tuple((name, type(value).__name__, value) for name, value in sorted(chat.arguments.items()))
+    return (bool(chat.tools), given, *(_shape_of_turn(message, separator) for message in chat.messages))
 
 
 def _shape_of_turn(message: dict, separator: str) -> Shape:
@@ -125,6 +126,7 @@ class Outline:
         spans: Sequence[Span],
         endings: Sequence[str],
         befores: Sequence[str | None] | None,
+        prompt: str | None,
         without_tools: str | None,
     ) -> Outline | None:
         """The outline of a `probed` conversation; None where it may not hold for others of the same shape.
@@ -135,6 +137,7 @@ class Outline:
             spans: of its assistant turns.
             endings: the token that each of them ends with, "" where it has none.
             befores: for each of them the rendering up to its beginning; None if the template marks its turns.
+            prompt: the rendering up to the beginning of the last of them; None where it cannot be rendered.
             without_tools: the rendering without tool definitions, where there are any.
         """
         # If a turn does not begin where the prompt ends, its beginning depends on its text.
@@ -158,7 +161,7 @@ class Outline:
         found = {part.number for run in runs for part in run if isinstance(part, _Slot)}
         if bounds != sorted(bounds) or len(found) != pieces:
             return None
-        is_prefix = bool(befores) and befores[-1] == text[: spans[-1].start]
+        is_prefix = prompt == text[: spans[-1].start]
         return cls(runs, tuple(gap for _, _, gap in gaps), is_prefix)
 
     def find(self, chat: Chat, text: str, separator: str) -> list[Span] | None:

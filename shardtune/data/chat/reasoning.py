@@ -11,7 +11,8 @@ from shardtune.data.encoder import RowError
 from shardtune.data.messages import REASONING_KEYS
 from shardtune.data.row_formats import Chat
 
-Thinking = Literal["keep", "template", "drop"]
+Thinking = Literal["keep", "last", "template", "strip", "drop"]
+"""`drop` is the former name of `strip`."""
 TAGS = re.compile(r"</?think>")
 KEY = REASONING_KEYS[0]
 _CLOSE = "</think>"
@@ -57,20 +58,30 @@ def _start_of_answer(message: Mapping[str, Any], turn: str) -> int:
     return len(turn) if found < 0 else found
 
 
-def without_thoughts(chat: Chat) -> tuple[Chat, list[Thought]]:
-    """The conversation without any reasoning, and what was taken out.
+def before_last_question(chat: Chat) -> int:
+    """How many turns precede the last of the user's; none without one."""
+    asked = [index for index, message in enumerate(chat.messages) if message["role"] == "user"]
+    return asked[-1] if asked else 0
+
+
+def without_thoughts(chat: Chat, turns: int | None = None) -> tuple[Chat, list[Thought]]:
+    """The conversation without reasoning, and what was taken out.
+
+    Args:
+        chat: the conversation.
+        turns: of so many turns, the first ones; None: of all.
 
     Raises:
         RowError: nothing else is in a turn.
     """
     messages, taken = list(chat.messages), []
-    for index, message in enumerate(messages):
+    for index, message in enumerate(messages[:turns]):
         if message["role"] != "assistant" or not thoughts(message):
             continue
         taken += [Thought(index, text) for text in thoughts(message)]
         messages[index] = {**_without_key(message), "content": message["content"].rpartition(_CLOSE)[2].lstrip()}
         if not (messages[index]["content"].strip() or message.get("tool_calls") or chat.weights[index] == 0):
-            raise RowError(f"message {index + 1}: nothing but reasoning, which data.thinking: drop leaves out")
+            raise RowError(f"message {index + 1}: nothing but reasoning, which data.thinking leaves out")
     return replace(chat, messages=tuple(messages)), taken
 
 

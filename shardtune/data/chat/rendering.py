@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from shardtune.data.chat.arguments import DATE, Arguments, fault, variables, with_date, with_defaults
 from shardtune.data.chat.outline import Outline, Shape, Span, given_pieces, probed, shape_of
 from shardtune.data.chat.reasoning import KEY, TAGS, Thought, lost_thoughts
 from shardtune.data.encoder import RowError
@@ -23,14 +24,12 @@ from shardtune.errors import DataError
 _MARK = "\ue0f5\ue0f6"
 _THOUGHT = "\ue0f8\ue0f9"
 _AROUND_THOUGHTS = "<think>\n", "\n</think>\n\n"
-# A template that prints today's date would render the same row differently tomorrow.
-_FROZEN_DATE = datetime(2025, 1, 1)
 _SHORT = 24  # content shorter than this may occur in the rendering by chance
 _MOST_OUTLINES = 1024
 _KEYS_OF_PARTS = ("text", "type", "image", "video", "audio")  # a template that reads them reads parts of a content
 _OPENING = 5  # this many characters of a turn's opening are enough to recognise it
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_DATE_CALL = re.compile(r"strftime_now\(\s*(\"[^\"]*\"|'[^']*')\s*\)")
+_NONE: Arguments = MappingProxyType({})
 _ADVICE = "put {% generation %} and {% endgeneration %} around the assistant's text in the chat template"
 
 
@@ -50,6 +49,14 @@ class Rendering:
     prompt: str | None = None
     lost: tuple[Thought, ...] = ()
 
+    def opened(self, characters: int) -> Rendering:
+        """The last turn begins so many characters later, which belong to its prompt."""
+        if characters <= 0:
+            return self
+        last = self.spans[-1]
+        moved = replace(last, start=last.start + characters)
+        return replace(self, spans=(*self.spans[:-1], moved), prompt=self.text[: moved.start])
+
 
 class ChatTemplate:
     """A chat template with its tokenizer's special tokens.
@@ -57,36 +64,68 @@ class ChatTemplate:
     Args:
         text: the Jinja source.
         tokenizer: for the special tokens that the template may print, and to check which texts are single tokens.
+        arguments: further values for the template, which those of a row replace.
+
+    Raises:
+        DataError: the template does not read one of the arguments.
     """
 
     _separator = ""
     """What a turn has in place of something other than text."""
 
-    def __init__(self, text: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerFast, arguments: Arguments = _NONE) -> None:
         self.text = text
-        self._frozen = _freeze_dates(text)
+        self.arguments = {name: value for name, value in arguments.items() if value is not None}
         self._tokenizer = tokenizer
         self._special = dict(tokenizer.special_tokens_map)
         self._added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self.marks_generation = _GENERATION.search(text) is not None
         self._outlines: dict[Shape, Outline | None] = {}
         self._read: dict[str, bool] = {}
+        self._dated: dict[object, str] = {}
+        wrong = fault(self.arguments, self._variables, self._special) if self.arguments else None
+        if wrong is not None:
+            raise DataError(wrong, where="data.template_kwargs", remedy="leave it out, or give what the template reads")
 
-    def render(self, messages: Sequence[dict], tools: Sequence[dict] | None, prompt: bool = False) -> str:
+    @property
+    def with_arguments(self) -> str:
+        """The template that renders by itself what this one renders with the recipe's arguments."""
+        return with_defaults(self.text, self.arguments)
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        return variables(self.text)
+
+    def render(
+        self,
+        messages: Sequence[dict],
+        tools: Sequence[dict] | None,
+        prompt: bool = False,
+        arguments: Arguments = _NONE,
+    ) -> str:
         """The conversation as text; with `prompt`, followed by what opens the assistant's next turn."""
-        return self._render(messages, tools, prompt, marked=False)[0]
+        return self._render(messages, tools, prompt, marked=False, arguments=arguments)[0]
 
     def _render(
-        self, messages: Sequence[dict], tools: Sequence[dict] | None, prompt: bool, marked: bool
+        self,
+        messages: Sequence[dict],
+        tools: Sequence[dict] | None,
+        prompt: bool,
+        marked: bool,
+        arguments: Arguments,
     ) -> tuple[str, list[tuple[int, int]]]:
+        values = {**self._special, **self.arguments, **arguments}
+        day = values.pop(DATE, None)
+        if day not in self._dated:
+            self._dated[day] = with_date(self.text, day)
         try:
             rendered: Any = render_jinja_template(
                 conversations=[self.shown(messages)],
                 tools=list(tools) if tools else None,
-                chat_template=self._frozen,
+                chat_template=self._dated[day],
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=prompt,
-                **self._special,  # pyright: ignore[reportArgumentType]
+                **values,
             )
         except Exception as error:  # a template is user code and may raise anything
             raise RowError(f"the chat template refuses the conversation: {error}") from error
@@ -123,6 +162,12 @@ class ChatTemplate:
                         f"message {number}: {unknown_key(key, message_keys())} "
                         "(data.ignored_keys names keys to leave out)"
                     )
+
+    def check_arguments(self, arguments: Arguments) -> None:
+        """Raises `RowError` for an argument of a row that the template does not read."""
+        wrong = fault(arguments, self._variables, self._special) if arguments else None
+        if wrong is not None:
+            raise RowError(f"chat_template_kwargs: {wrong} (data.ignored_keys names keys to leave out)")
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -165,7 +210,7 @@ class ChatTemplate:
         several times (see `_render_at_length`).
         """
         try:
-            text, marks = self._render(chat.messages, chat.tools, False, self.marks_generation)
+            text, marks = self._render(chat.messages, chat.tools, False, self.marks_generation, chat.arguments)
         except RowError as error:
             raise self._refused(chat, error) from error
         outline = self._outline(chat)
@@ -173,7 +218,8 @@ class ChatTemplate:
         if outline is None or spans is None or not self._are_whole(spans, text):
             rendering, _ = self._render_at_length(chat, text, marks)
         elif self.marks_generation:
-            rendering = Rendering(text, tuple(self._marked_spans(text, marks, _turns(chat))))
+            marked = self._marked_spans(text, marks, _turns(chat))
+            rendering = Rendering(text, tuple(marked), text[: marked[-1].start] if outline.prompt_is_prefix else None)
         else:
             rendering = Rendering(text, tuple(spans), text[: spans[-1].start] if outline.prompt_is_prefix else None)
         lost: list[Thought] = []
@@ -219,6 +265,8 @@ class ChatTemplate:
         return self.marks_generation or all(self._cut(text[s.start : s.stop]) == s.stop - s.start for s in spans)
 
     def _outline(self, chat: Chat) -> Outline | None:
+        if any(isinstance(value, list | tuple | Mapping) for value in chat.arguments.values()):
+            return None  # documents, which are others in each row
         shape = shape_of(chat, self._separator)
         if shape not in self._outlines:
             if len(self._outlines) >= _MOST_OUTLINES:
@@ -229,14 +277,41 @@ class ChatTemplate:
     def _learn(self, chat: Chat) -> Outline | None:
         """The outline of a probed conversation; None where it cannot be rendered."""
         try:
-            text, marks = self._render(chat.messages, chat.tools, False, self.marks_generation)
+            text, marks = self._render(chat.messages, chat.tools, False, self.marks_generation, chat.arguments)
             rendering, befores = self._render_at_length(chat, text, marks)
-            without_tools = self.render(chat.messages, None) if chat.tools else None
+            without_tools = self.render(chat.messages, None, arguments=chat.arguments) if chat.tools else None
         except RowError:
             return None
         pieces = len(given_pieces(chat, self._separator))
         endings = [self._ending(text[span.start : span.stop]) for span in rendering.spans]
-        return Outline.learn(text, pieces, rendering.spans, endings, befores, without_tools)
+        prompt = befores[-1] if befores else self._before(chat, rendering.spans[-1].message)
+        return Outline.learn(text, pieces, rendering.spans, endings, befores, prompt, without_tools)
+
+    def generation_prompt(
+        self, chat: Chat, rendering: Rendering, span: Span, thoughts: Sequence[Thought]
+    ) -> tuple[str, str] | None:
+        """The prompt with which a model would generate a turn, and the text that has to begin with it.
+
+        Args:
+            chat: the conversation.
+            rendering: of it.
+            span: of the turn.
+            thoughts: reasoning that is written before the answer of the turn, and not in the rendering.
+
+        Returns:
+            None for a turn that answers nothing, or where the template cannot render either of the two.
+        """
+        is_last = span.message == len(chat.messages) - 1
+        if not span.message or (thoughts and not is_last):
+            return None
+        prompt = rendering.prompt if is_last else None
+        if prompt is None:
+            prompt = self._try(chat, span.message, prompt=True)
+        if is_last:
+            text = self.with_thoughts(rendering, thoughts).text if thoughts else rendering.text
+        else:
+            text = self._try(chat, span.message + 1, prompt=False)
+        return None if prompt is None or text is None else (prompt, text)
 
     def _ending(self, turn: str) -> str:
         """The token that a turn ends with; "" where it has none."""
@@ -265,7 +340,7 @@ class ChatTemplate:
             if len(others) == len(chat.messages):
                 continue
             try:
-                self.render(others, chat.tools)
+                self.render(others, chat.tools, arguments=chat.arguments)
             except RowError:
                 continue
             return RowError(f"the chat template does not take {role} turns: {error.reason}")
@@ -324,7 +399,7 @@ class ChatTemplate:
 
     def _try(self, chat: Chat, count: int, prompt: bool) -> str | None:
         try:
-            return self.render(chat.messages[:count], chat.tools, prompt)
+            return self.render(chat.messages[:count], chat.tools, prompt, chat.arguments)
         except RowError:
             return None
 
@@ -367,7 +442,7 @@ class ChatTemplate:
         kept = {key: messages[index][key] for key in ("role", "name", "tool_call_id", KEY) if key in messages[index]}
         messages[index] = {**kept, "content": _MARK}
         try:
-            text = self.render(messages, chat.tools)
+            text = self.render(messages, chat.tools, arguments=chat.arguments)
         except RowError:
             return None
         return text if text.count(_MARK) == 1 else None
@@ -390,14 +465,14 @@ class ChatTemplate:
                 continue
             if not self._is_rendered(chat, index, content, text):
                 raise RowError(f"message {index + 1}: the chat template leaves out {message['role']} turns")
-        if chat.tools and self.render(chat.messages, None) == text:
+        if chat.tools and self.render(chat.messages, None, arguments=chat.arguments) == text:
             raise RowError("the row defines tools, but the chat template does not render tool definitions")
 
     def _is_rendered(self, chat: Chat, index: int, content: str, text: str) -> bool:
         messages = list(chat.messages)
         messages[index] = {**messages[index], "content": _MARK}
         try:
-            return _MARK in self.render(messages, chat.tools)
+            return _MARK in self.render(messages, chat.tools, arguments=chat.arguments)
         except RowError:
             return content in text
 
@@ -433,13 +508,3 @@ def _start_of_turn(head: str, before: str, opening: str) -> int:
     # block of reasoning.
     place = head.rfind(opening) if opening.strip() else -1
     return len(head) if place < 0 else place + len(opening)
-
-
-def _freeze_dates(text: str) -> str:
-    """The template with `strftime_now` giving a fixed date: rows are rendered once and must not depend on the day."""
-    if "strftime_now" not in text:
-        return text
-    formats = sorted({call[1:-1] for call in _DATE_CALL.findall(text)})
-    cases = "".join(f"{{%- if format == {known!r} %}}{_FROZEN_DATE.strftime(known)}{{% else %}}" for known in formats)
-    body = cases + _FROZEN_DATE.date().isoformat() + "{% endif %}" * len(formats)
-    return f"{{% macro strftime_now(format) %}}{body}{{% endmacro +%}}{text}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
@@ -46,13 +47,14 @@ _CHATML = """\
 
 
 def load_template(choice: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The Jinja text that `data.chat_template` names: null the tokenizer's own, `chatml`, or a file.
+    """The Jinja text that `data.chat_template` names: null the tokenizer's own, `chatml`, the name of another one that
+    the tokenizer has, or a file.
 
     Returns None where the recipe names none and the tokenizer has none.
     """
-    if choice is None:
-        own = tokenizer.chat_template
-        return _valid(own.get("default") if isinstance(own, dict) else own, f"the tokenizer {tokenizer.name_or_path}")
+    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {"default": tokenizer.chat_template}
+    if choice is None or choice in own:
+        return _valid(own.get(choice or "default"), f"the tokenizer {tokenizer.name_or_path}")
     if choice == "chatml":
         return _chatml(tokenizer)
     try:
@@ -61,7 +63,8 @@ def load_template(choice: str | None, tokenizer: PreTrainedTokenizerBase) -> str
         raise DataError(
             f"the chat template {as_written(choice)} cannot be read: {error}",
             where="data.chat_template",
-            remedy="null (the tokenizer's own), chatml, or the path of a Jinja file",
+            remedy="null (the tokenizer's own), chatml, the path of a Jinja file, or the name of a template that the "
+            f"tokenizer has ({', '.join(name for name, text in own.items() if text) or 'none'})",
         ) from error
 
 
@@ -90,6 +93,16 @@ def _chatml(tokenizer: PreTrainedTokenizerBase) -> str:
             remedy="give the tokenizer an eos_token (tokenizer_config.json)",
         )
     return _CHATML.replace("END", "eos_token")
+
+
+def refuse_without_template(template: str | None, arguments: Mapping[str, object]) -> None:
+    """Refuse values for a chat template where there is none."""
+    if template is None and arguments:
+        raise DataError(
+            "no chat template renders these rows, so there is nothing to give values to",
+            where="data.template_kwargs",
+            remedy="leave it out, or set data.chat_template",
+        )
 
 
 def missing_template(where: str) -> DataError:

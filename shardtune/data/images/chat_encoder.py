@@ -7,21 +7,24 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.encoder import ChatEncoder, TrainOn
 from shardtune.data.chat.outline import Span
+from shardtune.data.chat.prompt_check import PromptMismatch
 from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.rendering import ChatTemplate, Rendering
-from shardtune.data.chat.template import missing_template
+from shardtune.data.chat.template import missing_template, refuse_without_template
 from shardtune.data.encoder import Row, RowDropped, RowError, TooLong
 from shardtune.data.images.images import IMAGE_STOP, SPANS, StoredImage, read_image, to_fields
 from shardtune.data.images.placeholders import AppliedImages, Expanded
 from shardtune.data.images.rows import IMAGE_MARK, SHOWN_IMAGE, mark_images, read_image_row
 from shardtune.data.messages import shown_question
 from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Text, recognise
+from shardtune.data.token_rows import Tokens
 from shardtune.errors import DataError
 
 ENCODING_VERSION = 2
@@ -36,12 +39,15 @@ class ImageTemplate(ChatTemplate):
     Args:
         text: the Jinja source.
         images: the model's processor.
+        arguments: as for `ChatTemplate`.
     """
 
     _separator = IMAGE_MARK
 
-    def __init__(self, text: str, images: AppliedImages) -> None:
-        super().__init__(text, images.tokenizer)
+    def __init__(
+        self, text: str, images: AppliedImages, arguments: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
+        super().__init__(text, images.tokenizer, arguments)
         self._image_token = self._in_text = images.image_token
         self._takes_parts = self._shows("", takes_parts=True)
         if not self._takes_parts:
@@ -99,8 +105,9 @@ class ImageChatEncoder(ChatEncoder):
     Args:
         images: applies the model's processor.
         template: the Jinja text of the chat template; None raises an error for the first conversation.
-        train_on, system_prompt, max_length, on_too_long, with_prompts, thinking, ignored_keys: as for `ChatEncoder`.
-            A row that would be cut before the end of its last image is left out instead.
+        train_on, system_prompt, max_length, on_too_long, split_stride, with_prompts, thinking, ignored_keys: as for
+            `ChatEncoder`. A row that would be cut before the end of its last image is left out instead.
+        template_kwargs, on_prompt_mismatch: likewise.
         folder: base of relative paths in rows.
         needs_image: refuse rows without an image, as the model cannot be called without.
         image_hosts: from which images named by URLs are fetched, see `shardtune.data.images.web`.
@@ -115,9 +122,12 @@ class ImageChatEncoder(ChatEncoder):
         system_prompt: str | None = None,
         max_length: int = 2048,
         on_too_long: TooLong = "truncate",
+        split_stride: int | None = None,
         with_prompts: bool = False,
         thinking: Thinking | None = None,
         ignored_keys: Sequence[str] = (),
+        template_kwargs: Mapping[str, object] = MappingProxyType({}),
+        on_prompt_mismatch: PromptMismatch = "fail",
         folder: Path | None = None,
         needs_image: bool = False,
         image_hosts: Sequence[str] = (),
@@ -125,9 +135,11 @@ class ImageChatEncoder(ChatEncoder):
         super().__init__(
             images.tokenizer, None, train_on=train_on, system_prompt=system_prompt, max_length=max_length,
             on_too_long=on_too_long, with_prompts=with_prompts, thinking=thinking, ignored_keys=ignored_keys,
+            split_stride=split_stride, on_prompt_mismatch=on_prompt_mismatch,
         )  # fmt: skip
+        refuse_without_template(template, template_kwargs)
         self.images = images
-        self.template = None if template is None else ImageTemplate(template, images)
+        self.template = None if template is None else ImageTemplate(template, images, template_kwargs)
         self._folder = Path.cwd() if folder is None else folder
         self._needs_image = needs_image
         self._hosts = tuple(image_hosts)
@@ -159,13 +171,21 @@ class ImageChatEncoder(ChatEncoder):
         if isinstance(example, Chat):
             sample, in_prompt, spans = self._encode_images_chat(self.prepared(example), images)
         elif self.system_prompt is not None:
-            raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
+            raise RowError("data.system_prompt is set, but the row has no turns to put it before")
+        elif isinstance(example, Tokens):
+            sample, in_prompt, spans = self._tokens_alone(example)
         else:
             sample, in_prompt, spans = self._encode_images_text(example, images)
         places = {SPANS: spans, IMAGE_STOP: spans.max(initial=0)}
         return replace(sample, fields={**sample.fields, **to_fields(images, in_prompt), **places})
 
-    def fit(self, sample: Sample) -> Sample:
+    def _tokens_alone(self, example: Tokens) -> tuple[Sample, int, np.ndarray]:
+        """A row of tokens, which has no images."""
+        if self.tokenizer.convert_tokens_to_ids(self.images.image_token) in example.ids:
+            raise RowError(f"input_ids has {self.images.image_token}; a row with images is given as text")
+        return self._encode_tokens(example), 0, np.empty((0, 2), np.int32)
+
+    def fit(self, sample: Sample) -> Sample | list[Sample]:
         stop = int(sample.fields[IMAGE_STOP])
         if self.limit.on_too_long == "truncate" and sample.length > self.limit.max_length < stop:
             raise RowDropped(f"{sample.length:,} tokens, its last image ends at {stop:,}: no image is cut")
@@ -176,18 +196,17 @@ class ImageChatEncoder(ChatEncoder):
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[dict[str, object]] | None = None,
         images: Sequence[object] = (),
+        *,
+        template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Prompt:
         """A conversation with images for the assistant to continue.
 
         Args:
             images: for the places of `<image>`; if there are none, they go before the text of the last user turn.
         """
-        if self.template is None:
-            raise missing_template("data.chat_template")
         turns, named = mark_images(messages, images)
         stored = self.read_images(named)
-        chat = self.prepared(turns)
-        text = self._expand(self.template.render(chat.messages, tools, prompt=True), stored).text
+        text = self._expand(self._prompt_text(replace(turns, arguments=template_kwargs), tools), stored).text
         return Prompt(self._tokens(text)[0], to_fields(stored, len(stored)))
 
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
@@ -207,12 +226,12 @@ class ImageChatEncoder(ChatEncoder):
         if self.template is None:
             raise missing_template("data.chat_template")
         self._check_weights(chat)
-        chat, rendering, left_out = self._rendered(chat, self.template)
+        chat, rendering, about = self._rendered(chat, self.template)
         expanded = self._expand(rendering.text, images)
         shown = Rendering(expanded.text, tuple(self._moved(rendering.text, expanded, rendering.spans)))
         ids, weights = self._weigh(chat, shown)
         spans = self._leave_out_images(expanded, weights)
-        whole = Sample(ids, weights, left_out=left_out)
+        whole = Sample(ids, weights, **about)
         if not self.with_prompts:
             return whole, 0, spans
         prompt, reference = self._question(chat, rendering)

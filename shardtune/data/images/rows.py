@@ -11,6 +11,7 @@ import numpy as np
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.messages import REASONING_KEYS, TEXT_PARTS, read_turns, split_reasoning, text_of_part
 from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Example, Text, read_example, recognise
+from shardtune.data.token_rows import Tokens
 
 IMAGE_MARK = "\ue0f7"
 """Marks the place of an image in a turn until the chat template is rendered."""
@@ -22,6 +23,7 @@ _PARTS = ("image", "image_url", "input_image")
 _SOURCES = ("image", "image_url", "url", "path", "base64", "bytes", "video")
 # The keys of each format that are rendered, in this order.
 _SHOWN = {
+    "tokens": (),
     "messages": ("system", "messages"),
     "sharegpt": ("system", "conversations"),
     "instruction": ("system", "history", "instruction", "input", "output"),
@@ -203,6 +205,8 @@ def _is_pair(pair: object) -> bool:
 
 def _in_front(example: Example, count: int) -> Example:
     marks = IMAGE_MARK * count
+    if isinstance(example, Tokens):
+        raise RowError("the row has input_ids and images; a row with images is given as text")
     if isinstance(example, Text):
         return Text(marks + example.text)
     if isinstance(example, Completion):

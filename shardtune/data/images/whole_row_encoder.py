@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 from PIL import Image
@@ -11,13 +12,14 @@ from PIL import Image
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.encoder import no_end_token
 from shardtune.data.chat.template import missing_template
-from shardtune.data.encoder import RowDropped
+from shardtune.data.encoder import RowDropped, RowError
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.images import PROMPT_TEXT, ROW_TEXT, SUFFIX_START, StoredImage, to_fields
 from shardtune.data.images.rows import IMAGE_MARK, SHOWN_IMAGE, mark_images
 from shardtune.data.images.whole_rows import WholeRow, WholeRows
 from shardtune.data.messages import shown_question
 from shardtune.data.row_formats import Chat, Completion, Text
+from shardtune.data.token_rows import Tokens
 
 
 class WholeRowEncoder(ImageChatEncoder):
@@ -28,7 +30,10 @@ class WholeRowEncoder(ImageChatEncoder):
 
     images: WholeRows  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def fit(self, sample: Sample) -> Sample:
+    def _tokens_alone(self, example: Tokens) -> tuple[Sample, int, np.ndarray]:
+        raise RowError(f"input_ids: {type(self.images.processor).__name__} makes rows of text, not of tokens")
+
+    def fit(self, sample: Sample) -> Sample | list[Sample]:
         if self.limit.on_too_long == "truncate" and sample.length > self.limit.max_length:
             kind = type(self.images.processor).__name__
             raise RowDropped(f"{sample.length:,} tokens: {kind} makes a row as a whole, so none is cut")
@@ -51,12 +56,12 @@ class WholeRowEncoder(ImageChatEncoder):
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[dict[str, object]] | None = None,
         images: Sequence[object] = (),
+        *,
+        template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Prompt:
-        if self.template is None:
-            raise missing_template("data.chat_template")
         turns, named = mark_images(messages, images)
         stored = self.read_images(named)
-        return self._prompt(self.template.render(self.prepared(turns).messages, tools, prompt=True), stored)
+        return self._prompt(self._prompt_text(replace(turns, arguments=template_kwargs), tools), stored)
 
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
         chat, named = mark_images([{"role": "user", "content": text}], images)
@@ -80,7 +85,7 @@ class WholeRowEncoder(ImageChatEncoder):
         if self.template is None:
             raise missing_template("data.chat_template")
         self._check_weights(chat)
-        chat, rendering, left_out = self._rendered(chat, self.template)
+        chat, rendering, about = self._rendered(chat, self.template)
         text, last = rendering.text, rendering.spans[-1] if rendering.spans else None
         neutral = 1.0 if self.train_on == "all" else 0.0
         characters = np.full(len(text), neutral, np.float32)
@@ -88,7 +93,7 @@ class WholeRowEncoder(ImageChatEncoder):
             assert last is not None
             characters[span.start : span.stop] = self._span_weight(chat, span, last)
         sample, spans = self._weighed(text, characters, images)
-        sample = replace(sample, left_out=left_out)
+        sample = replace(sample, **about)
         prompt, reference = self._question(chat, rendering) if self.with_prompts else (None, None)
         if prompt is None:
             return sample, 0, spans

@@ -1,4 +1,4 @@
-"""The content of a data file or of a robot data set as one hash."""
+"""The content of a data file or of robot data as one hash."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import hashlib
 import json
 from pathlib import Path
 
-from shardtune.data.cache_directory import file_digest
+from shardtune.data.cache_directory import file_digest, files_digest
 from shardtune.data.robot.lerobot import is_lerobot, open_lerobot
+from shardtune.data.robot.recordings import recording_files
 
 
-def content_digest(path: Path, root: Path) -> str:
-    """The hash of a file's bytes, or of all files that a LeRobot data set consists of; remembered in the cache.
+def content_digest(path: Path, root: Path, part: str = "") -> str:
+    """The hash of a file's bytes, or of all files that a robot data set consists of; remembered in the cache.
 
     Of videos the size and the time of the last change count: they may be larger than what can be read before each run.
     Rows name their frames by the place of the file, so that place counts, too, where there are videos or image files.
     """
     if not is_lerobot(path):
-        return file_digest(path, root)
+        files = recording_files(path, part)
+        if files == [path]:
+            return file_digest(path, root)
+        return files_digest(path if path.is_dir() else path.parent, files, root)
     described = open_lerobot(path)
     meta = [file for file in sorted((path / "meta").rglob("*")) if file.is_file()]
     data = [path / file for file in described.data_files]

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardtune.config.shown import as_written
 from shardtune.data.encoder import RowError
-from shardtune.data.images.images import decode_image
+from shardtune.data.images.images import decode_image, encode_picture
 
 ImageRecord = Mapping[str, Any]
 """`{"bytes": …}` (an encoded image), `{"path": …}` or `{"video": …, "seconds": …}`; paths are absolute.
@@ -41,7 +41,8 @@ def image_record(value: object, folder: Path) -> ImageRecord:
     """An image of a table or a JSON row, in one of the forms of `ImageRecord`.
 
     Args:
-        value: bytes, a path, or a struct of `bytes` (in JSON as base64 text) and `path`, or of `video` and `seconds`.
+        value: bytes, a path, or a struct: of `bytes` (in JSON as base64 text) and `path`, of `video` and `seconds`, or
+            of `pixels`, `height` and `width`, which become PNG.
         folder: where relative paths begin.
 
     Raises `RowError` for anything else and for a file that is missing.
@@ -49,6 +50,9 @@ def image_record(value: object, folder: Path) -> ImageRecord:
     if isinstance(value, Mapping):
         if value.get("video") is not None and value.get("seconds") is not None:
             return {"video": _file(value["video"], folder, "video"), "seconds": float(value["seconds"])}
+        if isinstance(value.get("pixels"), bytes):
+            pixels = np.frombuffer(value["pixels"], np.uint8)
+            return {"bytes": encode_picture(pixels.reshape(int(value["height"]), int(value["width"]), 3))}
         value = _content(value["bytes"]) if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes):
         return {"bytes": value}

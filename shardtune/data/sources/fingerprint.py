@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardtune.data.cache_directory import file_digest
+from shardtune.data.robot.hdf5 import SUFFIXES
 from shardtune.data.row_files import kind_of
 
 WHOLE_BYTES = 1 << 20
@@ -48,15 +49,20 @@ def _key(path: Path, root: Path) -> str | None:
         return file_digest(path, root)
     if path.is_dir():
         names = sorted(_names(path))
-        rows = [name for name in names if kind_of(Path(name)) is not None]
+        rows = [name for name in names if _is_data(name)]
         if len(rows) > SAMPLED_FILES:
             return _joined(contents(path))
-        others = _some([name for name in names if kind_of(Path(name)) is None])
+        others = _some([name for name in names if not _is_data(name)])
         exact = {name: file_digest(path / name, root) for name in rows}
         return _joined({"": _listed(names), **exact, **{name: _sampled(path / name) for name in others}})
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     exact = {match.name: file_digest(match, root) for match in matches if match.is_file()}
     return _joined(exact) if exact else None
+
+
+def _is_data(name: str) -> bool:
+    """Whether a file holds rows or a recording."""
+    return kind_of(Path(name)) is not None or name.lower().endswith(SUFFIXES) or ".tfrecord-" in name
 
 
 def _joined(found: dict[str, str]) -> str:

@@ -14,6 +14,7 @@ from shardtune.errors import DataError
 
 Purpose = Literal["train", "eval"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
+_COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")  # hf://datasets/owner/name@COMMIT/file
 # The split that is used when several exist and none is named, in order of preference.
 _PREFERRED = {"train": ("train",), "eval": ("validation", "valid", "val", "dev", "eval", "test")}
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")  # how the Hub names the files of a split
@@ -88,42 +89,61 @@ def has_card(folder: Path) -> bool:
     return header is not None and re.search(r"^(configs|dataset_info):", header[1], re.MULTILINE) is not None
 
 
-def load_files(name: str, config: str | None, selection: Selection, root: Path) -> tuple[str, list[Path]]:
-    """A label for the loaded part of a data set, and its Arrow files; downloaded or converted if needed."""
+def load_files(
+    name: str, config: str | None, selection: Selection, root: Path, revision: str | None = None
+) -> tuple[str, list[Path]]:
+    """A label for the loaded part of a data set, and its Arrow files; downloaded or converted if needed.
+
+    The label has the commit of a data set of the Hub.
+    """
     import datasets
     from datasets.exceptions import DatasetsError
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    where = f"data: {name}" + (f":{config}" if config else "")
+    where = f"data: {name}" + (f":{config}" if config else "") + (f"@{revision}" if revision else "")
+    of_hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
-        if config is None and selection.name in datasets.get_dataset_config_names(name):
+        if (
+            config is None
+            and selection.name is not None
+            and selection.name in datasets.get_dataset_config_names(name, **of_hub)
+        ):
             config = selection.name
-        loaded = datasets.load_dataset(name, config, cache_dir=str(writable(root / "hub")))
+        loaded = datasets.load_dataset(name, config, cache_dir=str(writable(root / "hub")), **of_hub)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(
             f"the data set cannot be loaded: {error}",
             where=where,
-            remedy="check the name (owner/name or owner/name:configuration), the configuration and the network",
+            remedy="check the name (owner/name, owner/name:configuration, owner/name@revision), the configuration, the "
+            "revision and the network",
         ) from error
     splits = {str(key): dataset for key, dataset in loaded.items()}
     chosen = choose_split(list(splits), selection, where)
-    label = (f"{name}:{config}" if config else name) + f" ({chosen})"
+    commit = _commit(splits[chosen])
+    label = (f"{name}:{config}" if config else name) + (f"@{commit}" if commit else "") + f" ({chosen})"
     return label, [Path(file["filename"]) for file in splits[chosen].cache_files]
 
 
-def robot_data(name: str, root: Path) -> Path | None:
+def _commit(dataset: Any) -> str | None:
+    """The commit from which a data set was made; None for a local one."""
+    checksums = dataset.info.download_checksums or {}
+    found = [_COMMIT.search(source) for source in checksums]
+    return next((one[1] for one in found if one is not None), None)
+
+
+def robot_data(name: str, root: Path, revision: str | None = None) -> Path | None:
     """The directory of a LeRobot data set of the Hub, downloaded if needed; None for any other data set."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     folder = str(writable(root / "hub"))
     try:
-        hf_hub_download(name, "meta/info.json", repo_type="dataset", cache_dir=folder)
+        hf_hub_download(name, "meta/info.json", repo_type="dataset", revision=revision, cache_dir=folder)
     except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError):
         return None  # `load_files` reports a wrong name
     try:
-        return Path(snapshot_download(name, repo_type="dataset", cache_dir=folder))
+        return Path(snapshot_download(name, repo_type="dataset", revision=revision, cache_dir=folder))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise DataError(
             f"the data set cannot be loaded: {error}",

@@ -15,12 +15,22 @@ from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
 
+from shardtune.config.hub_name import split_revision
 from shardtune.config.shown import as_written
 from shardtune.data.cache_directory import cache_root, print_line
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_by
 from shardtune.data.robot.frames import Origin, describe_frame
 from shardtune.data.robot.lerobot import is_lerobot, open_lerobot, unread_images
 from shardtune.data.robot.lerobot_frames import read_lerobot
+from shardtune.data.robot.recordings import (
+    RECORDINGS,
+    RLDS,
+    read_recording,
+    recording_name,
+    recording_of,
+    recording_roles,
+    recording_splits,
+)
 from shardtune.data.robot.representation import Representation
 from shardtune.data.robot.tables import read_frames
 from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
@@ -29,17 +39,20 @@ from shardtune.data.sources import hub
 from shardtune.data.sources.fingerprint import fingerprints
 from shardtune.data.sources.hub import Purpose, Selection
 from shardtune.data.sources.memory_rows import is_frame, is_table, records, spool_rows
+from shardtune.data.sources.remote import is_remote, remote_files
 from shardtune.errors import DataError
 
 LEROBOT = "lerobot"
 """The kind of a directory of robot data, which is one file to the rest."""
+ROBOT_KINDS = (LEROBOT, *RECORDINGS)
+"""The kinds of robot data that are no tables."""
 ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
 _SNIFFED_ROWS = 20
 _FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
-_ARRAYS = (".npz", ".npy", ".h5", ".hdf5", ".tfrecord")
+_ARRAYS = (".npz", ".npy", ".tfrecord")
 _CONVERT = (
     "turn robot data into a LeRobot data set with write_lerobot, one Episode(images, state, actions, task) each: "
-    "docs/robot-data.md has a loop over .npz files"
+    "docs/robot-data.md has a loop over .npz files (TFRecords are read beside the features.json of an RLDS data set)"
 )
 _GLOB = re.compile(r"[*?\[]")
 
@@ -63,7 +76,7 @@ class SourceFile:
 
     Attributes:
         root: base of the relative paths in its rows; None: its own folder.
-        part: of a LeRobot data set only these episodes, `first:stop`; "": all.
+        part: of a LeRobot data set only these episodes, `first:stop`; of a recording, a split; "": all.
     """
 
     path: Path
@@ -123,8 +136,15 @@ class Source:
             return read_chunks(file.path, file.kind)
         if file.kind == LEROBOT:
             return read_lerobot(file.path, file.part, self.columns, self.frames, self.name)
+        if file.kind in RECORDINGS:
+            prefix = self.prefix(file)
+            return read_recording(file.kind, file.path, file.part, self.columns, self.frames, self.name, prefix)
         origin = Origin(self.name, file.label, file.folder)
         return read_frames(read_chunks(file.path, file.kind), self.columns, self.frames, origin)
+
+    def prefix(self, file: SourceFile) -> str:
+        """What distinguishes the episodes of a recording from those of others, whose numbers begin at 0, too."""
+        return f"{file.path.name}:" if len(self.files) > 1 else ""
 
     def rows(self, file: SourceFile) -> Iterator[NumberedRow]:
         """Each row of one of its files with its number, before `transform`."""
@@ -156,7 +176,7 @@ def resolve_sources(
     sources: list[Source] = []
     for entry in entries:
         selection = Selection(entry.get("name"), entry.get("split"), purpose)
-        files, name = _find(entry["path"], selection, data, robot=frames is not None)
+        files, name = _find(entry["path"], selection, data, robot=frames is not None, report=report)
         name = _unique(entry.get("name") or name, [source.name for source in sources])
         source = Source(
             name=name,
@@ -179,6 +199,8 @@ def resolve_sources(
             report(
                 f"data: {name}: not read are {', '.join(unread)} (maps of depth, or data.columns names other cameras)"
             )
+        if files[0].kind in RECORDINGS:
+            report(f"data: {name}: {recording_roles(files[0].kind, files[0].path, files[0].part, source.columns)}")
     return sources
 
 
@@ -211,9 +233,10 @@ def action_names(source: Source) -> list[str] | None:
 
 def _check_kind(source: Source) -> None:
     label = source.files[0].label
-    if source.frames is None and source.files[0].kind == LEROBOT:
+    kind = source.files[0].kind
+    if source.frames is None and kind in ROBOT_KINDS:
         raise DataError(
-            "this is a robot data set (LeRobot), and the model takes no such rows",
+            f"this is a robot data set ({'LeRobot' if kind == LEROBOT else kind}), and the model takes no such rows",
             where=label,
             remedy="set actor.model.model_type to vision_language_action, or name other data",
         )
@@ -347,7 +370,9 @@ def _in_memory(spec: Any, root: Path) -> SourceFile | None:
     return None
 
 
-def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
+def _find(
+    spec: Any, selection: Selection, data: DataOptions, *, robot: bool, report: Callable[[str], None]
+) -> tuple[list[SourceFile], str]:
     """The files of one data path, and a name for them."""
     root = cache_root(data.cache_dir)
     held = _in_memory(spec, root)
@@ -359,21 +384,31 @@ def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) ->
             where=f"data: {spec!r}",
             remedy="name a file or directory",
         )
+    if is_remote(str(spec)):
+        copies = [_file(one.path, one.label) for one in remote_files(str(spec), selection, root, report)]
+        if len(copies) == 1:
+            return _of_split(copies, selection), _stem(copies[0].path)
+        named = Path(str(spec))
+        return copies, _GLOB.split(named.name)[0].strip("-_.") or named.parent.name
     path = Path(spec).expanduser()
+    recorded = _recording(path, selection) if path.exists() else None
+    if recorded is not None:
+        return [recorded], recording_name(recorded.kind, recorded.path)
     if path.is_file():
         return _of_split([_file(path)], selection), _stem(path)
     if path.is_dir():
         return _directory(path, selection, root), path.resolve().name
     if _GLOB.search(str(spec)):
-        return _of_split(_matches(str(path)), selection), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
-    name, config = hub.parse_name(str(spec))
+        return _matches(str(path), selection), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
+    plain, revision = split_revision(str(spec))
+    name, config = hub.parse_name(plain)
     if config is not None and Path(name).is_dir():
         return _hub_files(name, config, selection, root), Path(name).name
-    if hub.is_name(str(spec)):
-        folder = hub.robot_data(name, root) if robot and config is None else None
+    if hub.is_name(plain):
+        folder = hub.robot_data(name, root, revision) if robot and config is None else None
         if folder is not None:
             return _directory(folder, selection, root), name.rpartition("/")[2]
-        return _hub_files(name, config, selection, root), name.rpartition("/")[2]
+        return _hub_files(name, config, selection, root, revision), name.rpartition("/")[2]
     raise _missing(path)
 
 
@@ -411,22 +446,41 @@ def _file(path: Path, label: str | None = None) -> SourceFile:
     if kind is None:
         raise DataError(
             f"the kind of the file {as_written(path.name)} is not known",
-            where=str(path),
+            where=label or str(path),
             remedy=_CONVERT if path.suffix.lower() in _ARRAYS else f"use {SUPPORTED}",
         )
     if path.stat().st_size == 0:
-        raise DataError("the data file is empty", where=str(path), remedy=_FILL)
+        raise DataError("the data file is empty", where=label or str(path), remedy=_FILL)
     return SourceFile(path, kind, label or str(path))
 
 
-def _matches(pattern: str) -> list[SourceFile]:
+def _matches(pattern: str, selection: Selection) -> list[SourceFile]:
     paths = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
     files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
     if not files:
         raise DataError(
             f"nothing matches {as_written(pattern)}", where="data", remedy="check the pattern; ** crosses directories"
         )
-    return [_file(path) for path in files]
+    recorded = [_recording(path, selection) for path in files]
+    found = [one for one in recorded if one is not None]
+    return found if len(found) == len(files) else _of_split([_file(path) for path in files], selection)
+
+
+def _recording(path: Path, selection: Selection) -> SourceFile | None:
+    """A recording of robots, of which a split is taken where it has splits that are usual or named; None for others."""
+    if is_lerobot(path):
+        return None
+    found = recording_of(path)
+    if found is None:
+        return None
+    kind, place = found
+    splits, root = recording_splits(kind, place), place if place.is_dir() else None
+    if not splits:
+        return _of_split([SourceFile(place, kind, str(place), root)], selection)[0]
+    if selection.split is None and kind != RLDS and "train" not in splits:  # any names of parts
+        return SourceFile(place, kind, str(place), root)
+    part = hub.choose_split(splits, selection, str(place))
+    return SourceFile(place, kind, f"{place} ({part})", root, part)
 
 
 def _directory(path: Path, selection: Selection, root: Path) -> list[SourceFile]:
@@ -461,8 +515,10 @@ def _is_data(file: Path, folder: Path) -> bool:
     return not hidden and kind_of(file) is not None
 
 
-def _hub_files(name: str, config: str | None, selection: Selection, root: Path) -> list[SourceFile]:
-    label, files = hub.load_files(name, config, selection, root)
+def _hub_files(
+    name: str, config: str | None, selection: Selection, root: Path, revision: str | None = None
+) -> list[SourceFile]:
+    label, files = hub.load_files(name, config, selection, root, revision)
     return [SourceFile(file, "arrow", f"{label} {file.name}" if len(files) > 1 else label) for file in files]
 
 

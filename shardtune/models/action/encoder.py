@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 import numpy as np
 from PIL import Image
@@ -62,8 +63,9 @@ class ActionEncoder(ImageChatEncoder):
         form: of prompts.
         representation: of the actions in rows; None: they are absolute.
         max_length: tokens of a row at most; a longer one is never cut.
-        on_too_long: drop | fail; truncate counts as drop.
+        on_too_long: drop | fail; truncate counts as drop, and split is refused.
         values: of the value head that is trained on the rows' returns; None: there is none.
+        template_kwargs: values for the template.
     """
 
     def __init__(
@@ -77,9 +79,14 @@ class ActionEncoder(ImageChatEncoder):
         max_length: int = 2048,
         on_too_long: TooLong = "truncate",
         values: ValueHeadConfig | None = None,
+        template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         super().__init__(
-            images, template if form.text is None else None, max_length=max_length, on_too_long=on_too_long
+            images,
+            template if form.text is None else None,
+            max_length=max_length,
+            on_too_long=on_too_long,
+            template_kwargs=template_kwargs,
         )
         self.settings = settings
         self.form = form
@@ -137,8 +144,8 @@ class ActionEncoder(ImageChatEncoder):
             fields[RETURN] = np.array(return_of(row), np.float32)
         return Sample(np.concatenate([prompt, ids, [self.end]], dtype=np.int32), weights, fields=fields)
 
-    def fit(self, sample: Sample) -> Sample:
-        if sample.length <= self.limit.max_length or self.limit.on_too_long == "fail":
+    def fit(self, sample: Sample) -> Sample | list[Sample]:
+        if sample.length <= self.limit.max_length or self.limit.on_too_long in ("fail", "split"):
             return super().fit(sample)
         raise RowDropped(f"{sample.length:,} tokens: no action is cut")
 

@@ -132,6 +132,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             max_length=data.max_length,
             on_too_long=data.on_too_long,
             values=self._values,
+            template_kwargs=data.template_kwargs,
         )
 
     def _form(self) -> PromptForm:

@@ -12,15 +12,14 @@ import peft
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
+from shardtune.models.lora.choice import SECTION, chosen, in_layers, own_values
+from shardtune.models.lora.linear_layers import LINEAR, lost_when_loaded, uncalled, unlike_linear
 
 ALL_LINEAR = "all-linear"
-SECTION = "actor.model.lora"
 CONFIG_FILE = "adapter_config.json"
-LINEAR = (nn.Linear, Conv1D)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ADAPTABLE = (*LINEAR, nn.Embedding, *CONVOLUTIONS)
 CLASSIFIERS = ("score", "classifier")
@@ -51,7 +50,7 @@ def fresh_config(
     kind = class_name(model)
     made = peft.LoraConfig(
         r=config.r,
-        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # pyright: ignore[reportArgumentType]
+        lora_alpha=_whole(config.alpha),  # pyright: ignore[reportArgumentType]
         lora_dropout=config.dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
@@ -60,13 +59,15 @@ def fresh_config(
     )
     targets = config.target_modules
     if targets == ALL_LINEAR:
-        names = _all_linear(model, trained, notes)
+        names = chosen(model, config, dict.fromkeys(_all_linear(model, trained, notes), False))
     else:
-        names = [
+        endings = [targets] if isinstance(targets, str) else targets
+        found = [
             name
-            for ending in ([targets] if isinstance(targets, str) else targets)
+            for ending in endings
             for name in without_frozen(model, _ending(model, ending), ending, "target_modules", notes)
         ]
+        names = chosen(model, config, {name: name in endings for name in found})
         _check_apart(names, trained)
     names = _not_renamed(model, made, names, everything=targets == ALL_LINEAR, notes=notes)
     if targets == ALL_LINEAR and not config.target_parameters:
@@ -76,7 +77,25 @@ def fresh_config(
     made.target_parameters = [name for ending in config.target_parameters for name in _trained(model, ending, notes)]
     made.target_parameters = made.target_parameters or None
     made.target_modules = _as_target(model, names)
+    made.exclude_modules = config.exclude_modules or None
+    if isinstance(made.target_modules, list) and len(in_layers(config, names)) == len(names):
+        # Otherwise PEFT would refuse them or leave out a module that is named in full; the names alone say the same.
+        made.layers_to_transform, made.layers_pattern = config.layers_to_transform, config.layers_pattern or None
+    parameters = [
+        name
+        for name, _ in model.named_parameters()
+        if any(ends(name, ending) for ending in made.target_parameters or ())
+    ]
+    ranks = own_values("rank_pattern", config.rank_pattern, [*names, *parameters])
+    scales = own_values("alpha_pattern", config.alpha_pattern, [*names, *parameters])
+    made.rank_pattern = {name: int(rank) for name, rank in ranks.items()}
+    made.alpha_pattern = {name: _whole(scale) for name, scale in scales.items()}
     return made, names
+
+
+def _whole(number: float) -> float:
+    """A whole number as one, as in PEFT's files."""
+    return int(number) if number == int(number) else number
 
 
 def _all_linear(model: nn.Module, trained: Collection[str], notes: list[str]) -> list[str]:
@@ -85,6 +104,7 @@ def _all_linear(model: nn.Module, trained: Collection[str], notes: list[str]) ->
     head, shared, all_frozen = head_of(model), _shared(model), is_frozen(model)
     attention = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     found, frozen = [], []
+    others: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, LINEAR) or module is head or is_inside(name, trained):
             continue
@@ -94,8 +114,12 @@ def _all_linear(model: nn.Module, trained: Collection[str], notes: list[str]) ->
         if not shared.isdisjoint(module.parameters(recurse=False)):
             notes.append(f"LoRA leaves out {name}, which shares its weight: merged, the two would differ")
             continue
-        if not is_inside(name, attention):
+        unfit = "" if is_inside(name, attention) else unlike_linear(module) or uncalled(model, name)
+        if unfit:
+            others.setdefault(unfit, []).append(name)
+        elif not is_inside(name, attention):
             found.append(name)
+    notes += [f"LoRA leaves out {len(names)} modules ({names[0]}, …): each is {what}" for what, names in others.items()]
     if attention:
         notes.append(
             f"LoRA leaves out {len(attention)} modules of class nn.MultiheadAttention ({attention[0]}, …), which use "
@@ -178,7 +202,7 @@ def _ending(model: nn.Module, ending: str) -> list[str]:
     attention = [name for name, module in named.items() if isinstance(module, nn.MultiheadAttention)]
     for name in found:
         inside = any(name != owner and is_inside(name, [owner]) for owner in attention)
-        what = "inside an nn.MultiheadAttention" if inside else _obstacle(named[name])
+        what = "inside an nn.MultiheadAttention" if inside else _obstacle(named[name]) or uncalled(model, name)
         if what:
             raise ConfigError(
                 f"{where}: {name} is {what}, which cannot be adapted",
@@ -193,6 +217,8 @@ def _obstacle(module: nn.Module) -> str:
     """Why a module cannot be adapted, in words; empty if it can."""
     if not isinstance(module, ADAPTABLE):
         return f"a {class_name(module)}"
+    if isinstance(module, LINEAR):
+        return unlike_linear(module)
     if isinstance(module, CONVOLUTIONS):
         # PEFT's factor is a convolution with the kernel, stride and padding of the module, but nothing else of it.
         others = {"dilation": set(module.dilation) - {1}, "groups": module.groups > 1}
@@ -214,17 +240,18 @@ def _check_apart(names: Collection[str], trained: Collection[str]) -> None:
 def _not_renamed(
     model: nn.Module, made: peft.LoraConfig, names: list[str], *, everything: bool, notes: list[str]
 ) -> list[str]:
-    """Without the modules that PEFT, when it loads the adapter, would take for fused experts by their names."""
+    """Without the modules that PEFT, when it loads the adapter, would take for fused experts by their names, or would
+    not find."""
     if not isinstance(model, PreTrainedModel):
         return names
     trial = deepcopy(made)
     trial.target_modules = list(names)
     convert_peft_config_for_transformers(trial, model, None)
-    remaining = set(trial.target_modules or ())
+    remaining = set(trial.target_modules or ()) - lost_when_loaded(made, model, names)
     taken = [name for name in names if name not in remaining]
     if not taken:
         return names
-    what = f"{len(taken)} linear layers ({taken[0]}, …) whose names PEFT takes for fused experts' in this kind of model"
+    what = f"{len(taken)} linear layers ({taken[0]}, …) whose names PEFT takes for others' in this kind of model"
     if everything:
         notes.append(f"LoRA leaves out {what}")
         return [name for name in names if name in remaining]

@@ -19,7 +19,7 @@ from shardtune.models.adapter import Adapter, AdapterRoot
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.pretrained import settings_directory
 from shardtune.models.recipe_hooks import Hooks
-from shardtune.optim.build import build_optimizer
+from shardtune.optim.build import build_optimizer, check_optimizer
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
@@ -30,19 +30,21 @@ from shardtune.training.build.lora import adapt, frozen_dtype
 from shardtune.training.build.model import build_empty, freeze
 from shardtune.training.step import accumulate
 from shardtune.training.utilisation import Utilisation
+from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.model_state import outer_parameters
 
 WEIGHTS = "weights"
 COPIES = "weights in compute precision"
 BUFFERS = "buffers"
 MOMENTS = "optimizer states"
+AVERAGE = "averaged weights"
 GRADIENTS = "gradients"
 ACTIVATIONS = "activations"
 HEAD = "head and loss"
 BACKWARD = "unreduced gradients, backward pass"
 UPDATE = "update"
 BATCH = "rows"
-LASTING = (WEIGHTS, COPIES, BUFFERS, MOMENTS)
+LASTING = (WEIGHTS, COPIES, BUFFERS, MOMENTS, AVERAGE)
 
 
 class SoleRanks(Ranks):
@@ -121,6 +123,7 @@ def _simulate(
     recipe: Recipe, adapter: Adapter, ranks: Ranks, micro_batches: Sequence[Batch], on_cuda: bool
 ) -> Simulated:
     actor = recipe.actor
+    check_optimizer(actor.optim, ranks.layout)  # what it tries, it tries on tensors with values
     model, _ = build_empty(adapter.build, recipe.runner.seed)
     adapter.set_execution(model)
     root = Hooks.of(recipe, adapter, training=True).attach(adapter.root(model))
@@ -153,6 +156,8 @@ def _simulate(
             optimizer = build_optimizer(
                 weights.trainable(), actor.optim, weights.shapes, starts=weights.starts, outer=outer_parameters(model)
             )
+            if actor.optim.ema_decay is not None:
+                ledger.label(AveragedWeights(weights, actor.optim.ema_decay).parts, AVERAGE)
             _first_update(ledger, weights, optimizer)
             _step(ledger, root, weights, micro_batches)
         found = ledger.fullest()
@@ -160,7 +165,7 @@ def _simulate(
     found[BATCH] = sum(tensor.nbytes for batch in micro_batches for tensor in tensors_of(batch))
     host = 0
     if actor.fsdp_config.cpu_offload and on_cuda and ranks.mesh is not None:
-        host = sum(found.pop(name, 0) for name in (WEIGHTS, MOMENTS))
+        host = sum(found.pop(name, 0) for name in (WEIGHTS, MOMENTS, AVERAGE))
     return Simulated(parameters, {name: size for name, size in found.items() if size}, host)
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import Batch, Metric
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.rank_layout import Layout
 from shardtune.config.user_code import names_in
 from shardtune.data.audit.limits import check_limits
 from shardtune.data.chat.encoder import ChatEncoder
@@ -95,7 +96,7 @@ class SFTWorker(FSDPSftWorker):
         self._hooks = Hooks.of(recipe, self.adapter, training=training)
         _check_generation(recipe, self.adapter)
         episodes(recipe, self.adapter)  # created before the rows are encoded, which may take long
-        check_optimizer(recipe.actor.optim, num_ranks(recipe.runner))
+        check_optimizer(recipe.actor.optim, Layout.of(recipe.actor, num_ranks(recipe.runner)))
         self.prepared: PreparedData = prepared or prepare_data(
             recipe, self._encoder, train_data=train_data, eval_data=eval_data, training=training, report=report
         )

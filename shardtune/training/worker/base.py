@@ -22,6 +22,7 @@ from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.hf_save import Processor
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.model_names import registered_function, registered_processor
+from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
@@ -114,7 +115,7 @@ class FSDPSftWorker(ABC):
         self.cfg: DictConfig = self.recipe.as_dict_config()
         runner = self.recipe.runner
         self.options: Any = self._read_options()
-        check_optimizer(self.recipe.actor.optim, num_ranks(runner))
+        check_optimizer(self.recipe.actor.optim, Layout.of(self.recipe.actor, num_ranks(runner)))
         limit_threads()
         self.ranks: Ranks = join_ranks(runner.device, self.recipe.actor, runner.collective_timeout)
         self.device: torch.device = self.ranks.device
@@ -527,7 +528,8 @@ class FSDPSftWorker(ABC):
     @final
     def export(self, directory: Path, dtype: str, *, merge: bool = False) -> None:
         """Write the model as a directory that its own `from_pretrained` loads; see `ModelExport.write`."""
-        self._model_export().write(directory, dtype, merge=merge)
+        with self.state.in_use():
+            self._model_export().write(directory, dtype, merge=merge)
 
     @final
     def check_export(self, dtype: str) -> None:

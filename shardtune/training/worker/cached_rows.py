@@ -120,7 +120,7 @@ class CachedRowsTask(Task):
         """What belongs to a model that reads and writes text, beside its weights."""
         encoder, processor, files = self.prepared.encoder, self.adapter.processor, self.adapter.saved_files()
         if isinstance(encoder, ChatEncoder):
-            template = None if encoder.template is None else encoder.template.text
+            template = None if encoder.template is None else encoder.template.with_arguments
             return TextParts(encoder.tokenizer, processor, template, tuple(encoder.stop_token_ids), files)
         return TextParts(self.adapter.tokenizer if has_tokenizer(self.recipe) else None, processor, files=files)
 

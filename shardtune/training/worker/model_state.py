@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol, final
@@ -45,6 +46,7 @@ from shardtune.training.build.model import check_read_values, freeze, load_initi
 from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 from shardtune.training.step import LossScale
 from shardtune.training.utilisation import Utilisation
+from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.finite_weights import FiniteWeights
 
 
@@ -87,6 +89,7 @@ class ModelState:
         loss_scale: of fp16; None for any other precision.
         finite: refuses weights that are not finite.
         utilisation: if the peak of the devices is known.
+        average: of the weights over the steps; None where none is kept.
         notes: on how the model was built.
     """
 
@@ -112,6 +115,7 @@ class ModelState:
         self.in_step = False
         self.loss_scale = LossScale() if recipe.actor.model.precision == "fp16" else None
         self.utilisation: Utilisation | None = None
+        self.average: AveragedWeights | None = None
         self.notes: list[str] = []
         with seeded(recipe.runner.seed), unwritten_is_nan():
             self.model: nn.Module = build()
@@ -133,6 +137,7 @@ class ModelState:
         if checkpoint is not None:
             state = load_weights_only(checkpoint, self.weights)
             self._check_excluded(checkpoint, state)
+            self._take_average(checkpoint)
             self.step = int(state["step"])
         elif directory is not None:
             self._check_base(directory)
@@ -219,6 +224,19 @@ class ModelState:
 
         return lacking
 
+    def _take_average(self, checkpoint: Path) -> None:
+        """Put the averaged weights of a checkpoint into the model, where the recipe evaluates them."""
+        optim = self._recipe.actor.optim
+        if optim.ema_decay is not None and optim.ema_use:
+            average = AveragedWeights(self.weights, optim.ema_decay)
+            average.load(checkpoint)
+            average.swap()
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that the recipe evaluates and exports; every rank enters it."""
+        uses = self.average is not None and self._recipe.actor.optim.ema_use
+        return self.average.in_place() if self.average is not None and uses else nullcontext()
+
     def _build_again(self) -> nn.Module:
         model = self._source.build_again()
         grow_embeddings(model, new_ids(self._recipe, self._tokenizer))
@@ -234,6 +252,9 @@ class ModelState:
             starts=weights.starts,
             outer=outer_parameters(self.inner),
         )
+        if actor.optim.ema_decay is not None:
+            self.average = AveragedWeights(weights, actor.optim.ema_decay)
+            self.optimizer.register_step_post_hook(self.average.update)
         self.utilisation = Utilisation.known(
             self.inner, self._ranks.device, actor.model.precision, self._ranks.world_size, self.sizes()
         )
@@ -271,14 +292,20 @@ class ModelState:
             state: the JSON part of the checkpoint.
             background: return once the tensors are copied; the caller waits for what is returned.
         """
-        if background and not self._groups:  # connections of their own, for the model and for the optimizer
-            self._groups = [self._ranks.new_group(), self._ranks.new_group()]
+        with nullcontext() if self.average is None else self.average.apart():  # an evaluation may be stopped
+            return self._save(folder, state, background)
+
+    def _save(self, folder: Path, state: Mapping[str, object], background: bool) -> list[PendingSave]:
+        average = None if self.average is None else self.average.checkpointed()
+        if background and not self._groups:  # connections of their own, for the model, the optimizer and the average
+            self._groups = [self._ranks.new_group() for _ in range(2 if average is None else 3)]
         return save_training(
             folder,
             self.weights,
             self.optimizer,
             state,
             writes_state=self._ranks.is_main,
+            average=average,
             background=self._groups if background else None,
         )
 
@@ -286,6 +313,8 @@ class ModelState:
         """Continue from a folder that `save` wrote, on any number of ranks; returns the JSON part."""
         state = load_training(folder, self.weights, self.optimizer)
         self._check_excluded(folder, state)
+        if self.average is not None:
+            self.average.load(folder)
         self.finite.check_loaded(folder)
         self.step = int(state["step"])
         if self.loss_scale is not None and state["loss_scale"]:
@@ -316,7 +345,8 @@ class ModelState:
 
     def checkpoint_bytes(self) -> int:
         """The size of a checkpoint on all ranks together, before it is written."""
-        return training_bytes(self.weights, self.optimizer)
+        average = 0 if self.average is None else self.average.bytes()
+        return training_bytes(self.weights, self.optimizer) + average
 
     def model_bytes(self) -> int:
         """The size of the model's weights on all ranks together."""

@@ -16,7 +16,10 @@ POLICY_FILE = "policy.json"
 """Beside the weights: the parts of the run's recipe that describe the model and its input."""
 KEPT: Mapping[str, tuple[str, ...]] = {
     "actor": ("model", "tokenizer", "worker"),
-    "data": ("chat_template", "system_prompt", "max_length", "on_too_long", "train_on", "thinking", "ignored_keys"),
+    "data": (
+        *("chat_template", "template_kwargs", "on_prompt_mismatch", "system_prompt", "max_length", "on_too_long"),
+        *("train_on", "thinking", "ignored_keys"),
+    ),
     "eval": ("action_steps", "temporal_ensembling"),
 }
 """The keys of the recipe, by section. Data, training and machine have no part in it."""

@@ -59,7 +59,14 @@ def evaluation_method(worker: FSDPSftWorker) -> Callable[[], dict[str, float]]:
         ModelError: an override returned something else than numbers by name.
     """
     kind = _overriding(worker, EVALUATION)
-    return worker.run_eval if kind is None else partial(_evaluate, worker, kind)
+    method = worker.run_eval if kind is None else partial(_evaluate, worker, kind)
+    return method if worker.state.average is None else partial(_in_use, worker, method)
+
+
+def _in_use(worker: FSDPSftWorker, method: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The metrics of the weights that the recipe evaluates."""
+    with worker.state.in_use():
+        return method()
 
 
 def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from shardtune.checkpoint.dcp import StoredTensors
-from shardtune.checkpoint.training_state import MODEL, OPTIMIZER
+from shardtune.checkpoint.training_state import AVERAGE, MODEL, OPTIMIZER
 
 PARTS = (MODEL, OPTIMIZER)
+WHERE = {MODEL: "weights", OPTIMIZER: "states of the optimizer", AVERAGE: "averaged weights"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class TensorDifference:
     """The first tensor in which two checkpoints differ.
 
     Attributes:
-        part: `model` or `optimizer`.
+        part: `model`, `optimizer` or `average`.
         name: of the tensor.
         gap: the largest relative difference, see `gap_of`; infinite where one of them has no such tensor.
         text: in a sentence.
@@ -44,7 +45,8 @@ def tensor_difference(
             is zero but for rounding, as the bias of attention's keys, is moved by nothing but rounding.
         parts: of the checkpoints.
     """
-    for part in parts:
+    kept = [AVERAGE] if (one / AVERAGE).is_dir() and len(parts) > 1 else []
+    for part in (*parts, *kept):
         first, second = (StoredTensors(checkpoint / part) for checkpoint in (one, other))
         if first.names != second.names:
             alone = sorted({*first.names} ^ {*second.names})
@@ -57,8 +59,7 @@ def tensor_difference(
                 continue
             gap = gap_of(left, right, least)
             if gap > close:
-                where = "weights" if part == MODEL else "states of the optimizer"
-                return TensorDifference(part, name, gap, f"the {where} {name} differ by {gap:.2g} of their size")
+                return TensorDifference(part, name, gap, f"the {WHERE[part]} {name} differ by {gap:.2g} of their size")
     return None
 
 

@@ -8,6 +8,7 @@ loss and gradient norm of each step, and the weights after step n as `step_n.saf
 """
 
 import functools
+import importlib
 import json
 import math
 import re
@@ -111,7 +112,9 @@ def optimizer_of(parameters, job):
                 peak, decay = peak if own_rate is None else own_rate, decay if own_decay is None else own_decay
         decayed = {"weight_decay": decay} if optim["decays"] else {}
         groups.append({"params": [parameter], "lr": peak, "peak": peak, **decayed})
-    return getattr(torch.optim, optim["name"])(groups, **optim["arguments"])
+    module, _, name = optim["name"].rpartition(":")
+    own = functions_of(module) if module.endswith(".py") else vars(importlib.import_module(module or "torch.optim"))
+    return own[name](groups, **optim["arguments"])
 
 
 def train(model, steps, job, part_loss):

@@ -37,7 +37,10 @@ def load_adapter(directory, kind, dtype):
 
     config = json.loads((directory / "adapter_config.json").read_text())
     base = AUTO[kind].from_pretrained(
-        config["base_model_name_or_path"], attn_implementation="eager", dtype=getattr(torch, dtype)
+        config["base_model_name_or_path"],
+        attn_implementation="eager",
+        dtype=getattr(torch, dtype),
+        **({"revision": config["revision"]} if config.get("revision") else {}),
     )
     by_module = config.get("trainable_token_indices")
     rows = 1 + max((row for ids in by_module.values() for row in ids), default=0) if isinstance(by_module, dict) else 0

@@ -36,7 +36,7 @@ from shardtune.models.adapter import Adapter, WholeStepAdapter
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.lora.attach import adapter_config, lora_layers
 from shardtune.models.pretrained import load_config, model_directory
-from shardtune.optim.build import optimizer_class
+from shardtune.optim.named_class import is_of_torch, optimizer_class
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.training.step import ROW_DRAWS, seed_rng
 from shardtune.training.train_output import read_train_output
@@ -274,7 +274,9 @@ class PlainSide:
         """The recipe's settings as `plain_loop.py` takes them."""
         actor, optim = self.recipe.actor, self.recipe.actor.optim
         accepted = inspect.signature(optimizer_class(optim.name)).parameters
-        adam = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_eps} if "betas" in accepted else {}
+        adam: dict[str, object] = {}
+        if "betas" in accepted and is_of_torch(optim.name):
+            adam = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_eps}
         arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in optim.args.items()}
         groups = [(as_pattern(group.pattern), group.lr, group.weight_decay) for group in optim.groups]
         own = {"arguments": {**adam, **arguments}, "groups": groups, "decays": "weight_decay" in accepted}
@@ -384,9 +386,11 @@ def _weighed(batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], dict[str,
 
 def _peft_arguments(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
     """The arguments of PEFT's LoraConfig: the recipe's, for the modules that a run has adapted."""
-    lora = recipe.actor.model.lora
+    lora, made = recipe.actor.model.lora, adapter_config(model)
     return {
         "r": lora.r,
+        "rank_pattern": made.rank_pattern,
+        "alpha_pattern": made.alpha_pattern,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,

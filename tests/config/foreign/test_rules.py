@@ -175,6 +175,13 @@ OFFLOAD, RESHARD = "actor.fsdp_config.cpu_offload", "actor.fsdp_config.reshard_a
         ("trl", {"use_peft": True, "load_in_4bit": True}, "actor.model.lora.base_dtype", "nf4"),
         ("trl", {"use_peft": True}, "actor.model.lora.dropout", 0.05),
         ("trl", {"use_peft": True}, "actor.model.lora.target_modules", ["q_proj", "v_proj"]),
+        (
+            "axolotl",
+            {"adapter": "lora", "peft_layers_to_transform": [0, 1]},
+            "actor.model.lora.layers_to_transform",
+            [0, 1],
+        ),
+        ("axolotl", {"adapter": "lora", "lora_rank_pattern": {"q": 4}}, "actor.model.lora.rank_pattern", {"q": 4}),
         ("trl", {"output_dir": "out/first"}, "runner.logger.log_path", "out"),
         (
             "trl",

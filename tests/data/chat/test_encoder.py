@@ -226,7 +226,10 @@ class TestUnstableTemplates:
         )
         for template, given, thought in ((self.THINKING, {}, ""), (reads, {"reasoning_content": "so"}, "so")):
             turns = [turn("user", "Hi"), turn("assistant", "same"), {**turn("assistant", "same"), **given}]
-            sample = ChatEncoder(tokenizer, template).encode({"messages": turns})
+            with pytest.raises(DataError, match="opens an answer otherwise"):
+                ChatEncoder(tokenizer, template).encode({"messages": turns})
+            sample = ChatEncoder(tokenizer, template, on_prompt_mismatch="accept").encode({"messages": turns})
+            assert sample.prompt_differs
             whole = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
             assert tokenizer.decode(sample.input_ids) == whole
             assert trained(tokenizer, sample) == ["same<|im_end|>", f"<think>{thought}</think>same<|im_end|>"]
@@ -238,8 +241,11 @@ class TestUnstableTemplates:
             "{{ m.content.split('</think>')[-1] }}</s>{% endif %}{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
         )
-        sample = ChatEncoder(tokenizer, template).encode({"messages": MULTI})
+        with pytest.raises(DataError, match=r"(?s)otherwise for generation.*<think>\\n.*training has +'[^']*It is 4"):
+            ChatEncoder(tokenizer, template).encode({"messages": MULTI})
+        sample = ChatEncoder(tokenizer, template, on_prompt_mismatch="accept").encode({"messages": MULTI})
         assert trained(tokenizer, sample) == ["Hello!</s>", "It is 4.</s>"]
+        assert sample.prompt_differs
         dropped = [turn("user", "Hi"), turn("assistant", "<think>hm</think>Hello!")]
         with pytest.raises(DataError, match=r"the chat template leaves out reasoning.*\(message 2\).*'hm'"):
             ChatEncoder(tokenizer, template).encode({"messages": dropped})

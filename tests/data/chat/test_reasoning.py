@@ -105,7 +105,7 @@ def test_templates_that_do_not_print_it(name: str, make_tokenizer: Any, trained:
     assert "(message 2, 4)" in caught.value.what
     assert "data.thinking: keep" in str(caught.value.remedy)
     plain = [turn(one["role"], one["content"]) for one in conversation()]
-    for thinking in ("template", "drop"):
+    for thinking in ("template", "strip"):
         sample = encode(ChatEncoder(tokenizer, text, thinking=thinking), conversation())
         assert trained(tokenizer, sample) == [f"Hello!{end}", f"It is 4.{end}"]
         assert sample.left_out == sum(tokens)
@@ -134,7 +134,7 @@ def test_a_template_that_prints_it_in_the_last_turn_only(
     assert trained(tokenizer, kept) == ["<think>they greet</think>Hello!<|im_end|>", last]
     left = encode(ChatEncoder(tokenizer, text, thinking="template"), messages)
     assert trained(tokenizer, left) == ["Hello!<|im_end|>", last]
-    dropped = encode(ChatEncoder(tokenizer, text, thinking="drop"), messages)
+    dropped = encode(ChatEncoder(tokenizer, text, thinking="strip"), messages)
     assert trained(tokenizer, dropped) == ["Hello!<|im_end|>", "<think></think>It is 4.<|im_end|>"]
     assert dropped.left_out > left.left_out > 0
 
@@ -181,7 +181,7 @@ def test_nothing_but_reasoning_cannot_be_dropped(make_tokenizer: Any) -> None:
     tokenizer = make_tokenizer(eos_token="<|im_end|>")
     messages = [turn("user", "Hi"), turn("assistant", "", reasoning_content="hm")]
     with pytest.raises(RowError, match="message 2: nothing but reasoning"):
-        encode(ChatEncoder(tokenizer, LOSING["chatml"], thinking="drop"), messages)
+        encode(ChatEncoder(tokenizer, LOSING["chatml"], thinking="strip"), messages)
 
 
 class TestKeys:
@@ -212,7 +212,8 @@ class TestKeys:
         assert ignored.input_ids.tolist() == plain.input_ids.tolist()
         assert text is not None
         reading = text.replace("message.role + '\\n'", "message.role + (message.language or '') + '\\n'")
-        read = encode(ChatEncoder(tokenizer, reading, ignored_keys=["id"]), marked)
+        accepting = ChatEncoder(tokenizer, reading, ignored_keys=["id"], on_prompt_mismatch="accept")
+        read = encode(accepting, marked)
         assert "assistanten\n" in tokenizer.decode(read.input_ids)
 
     def test_of_prompts(self, make_tokenizer: Any) -> None:
@@ -226,5 +227,5 @@ class TestKeys:
 
     def test_choices_are_part_of_the_cache_key(self, make_tokenizer: Any) -> None:
         tokenizer = make_tokenizer(eos_token="<|im_end|>")
-        choices: list[dict[str, Any]] = [{}, {"thinking": "keep"}, {"thinking": "drop"}, {"ignored_keys": ["id"]}]
+        choices: list[dict[str, Any]] = [{}, {"thinking": "keep"}, {"thinking": "strip"}, {"ignored_keys": ["id"]}]
         assert len({ChatEncoder(tokenizer, MARKED, **one).cache_key() for one in choices}) == 4

@@ -139,14 +139,15 @@ def test_unusual_rows_come_out_as_by_many_renderings(
     plain = [answers(*(["x", "y"] * (len(row["messages"]) // 2))), answers("x", "<think>r</think>y", "z", "w")]
     for text in texts:
         tokenizer = make_tokenizer(bos_token="<s>", eos_token="<|im_end|>")
-        encoder, slow = (ChatEncoder(tokenizer, text, thinking="template") for _ in range(2))
+        accepting: Any = {"thinking": "template", "on_prompt_mismatch": "accept"}
+        encoder, slow = (ChatEncoder(tokenizer, text, **accepting) for _ in range(2))
         at_length(slow, monkeypatch)
         for other in (*plain, row, row):
             results = []
             for one in (encoder, slow):
                 try:
                     sample = one.encode(copy.deepcopy(other))
-                    results.append((sample.input_ids.tolist(), sample.loss_weights.tolist()))
+                    results.append((sample.input_ids.tolist(), sample.loss_weights.tolist(), sample.prompt_differs))
                 except RowError as error:
                     results.append(error.reason)
             assert results[0] == results[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from itertools import islice
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+import shardtune
 from shardtune import Adapter, Batch, LossSum, Sample
 from shardtune.batch import PackedBatch
 from shardtune.config import load_recipe
@@ -54,8 +56,8 @@ class Looking(Adapter):
         return Sample(fields={"top": top, "wrist": draws.integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)})
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        seen = batch["top"].to(torch.float32).mean((1, 3, 4)) - batch["wrist"].to(torch.float32).mean((1, 2))
-        found = model(seen.to(next(model.parameters()).dtype) / 255)
+        dtype = next(model.parameters()).dtype
+        found = model((batch["top"].to(dtype).mean((1, 3, 4)) - batch["wrist"].to(dtype).mean((1, 2))) / 255)
         return LossSum(found.square().sum(), len(found))
 
 
@@ -219,6 +221,20 @@ def test_ranks_and_processes_see_the_same(folder: Path) -> None:
     made.release()
     off = SFTWorker(load_recipe(recipe(folder, "loader", augmentation={})), report=lambda text: None)
     assert off.prepared.files() == made.prepared.files()  # encoded once for both
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(folder: Path) -> None:
+    """In fp64, with other micro-batches and loader processes."""
+    losses = []
+    for ranks in (1, 2):
+        values = recipe(folder, f"ranks{ranks}", num_workers=ranks)
+        values["model"]["precision"] = "fp64"
+        run = shardtune.train(values, f"runner.nproc_per_node={ranks}", f"micro_batch_size={3 - ranks}")
+        lines = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["train/loss"] for line in lines if "train/loss" in line])
+    assert len(losses[0]) == 4
+    np.testing.assert_allclose(*losses, rtol=1e-12)
 
 
 def test_a_vision_language_model_sees_changed_images(tmp_path: Path) -> None:

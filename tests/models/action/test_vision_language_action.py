@@ -465,4 +465,9 @@ def test_every_family_trains_and_acts(tmp_path: Path, family: str) -> None:
     policy = adapter.policy(worker.root, worker.device)
     together = policy(observations(3))
     assert np.array_equal(together, np.concatenate([policy([one]) for one in observations(3)]))
-    assert len(np.unique(together.round(5), axis=0)) > 1
+    # The likeliest token may be one for all (Gemma 3's tied embeddings repeat one), but not its probability.
+    seen, *_, other = observations(3)
+    shown: list[Observation] = [seen, {**seen, "images": other["images"]}, {**seen, "instruction": "Stop"}]
+    inputs = [adapter.policy_inputs([adapter.actions.observed(one)]) for one in shown]
+    logits = [worker.root.act(one, {"do_sample": False}).logits[:, 0] for one in inputs]
+    assert min(float((logits[0] - one).abs().max()) for one in logits[1:]) > 1e-3

@@ -42,6 +42,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "alpha": 6.0},
     "rslora": {"r": 4, "alpha": 6.0, "use_rslora": True},
     "dora": {"r": 4, "alpha": 6.0, "use_dora": True},
+    "patterns": {
+        "r": 4,
+        "alpha": 6.0,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "exclude_modules": r".*\.v_proj",
+        "layers_to_transform": [1],
+        "layers_pattern": ["layers"],
+        "rank_pattern": {"q_proj": 2, ".*_proj": 3},
+        "alpha_pattern": {"down_proj": 5},
+    },
 }
 
 
@@ -54,7 +64,9 @@ def peft_loop(
     torch.manual_seed(11)
     made = peft.get_peft_model(
         model,
-        peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **given),
+        peft.LoraConfig(
+            **{"target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM", **given}
+        ),
         autocast_adapter_dtype=False,
     )
     made.save_pretrained(str(directory))
@@ -74,7 +86,8 @@ def our_loop(
 ) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
     told = {}
     for kind, directory in adapters.items():
-        config = LoraConfig(**{**KINDS[kind], "adapter_path": str(directory)})
+        stored = {} if kind == "patterns" else {"adapter_path": str(directory)}
+        config = LoraConfig(**{**KINDS[kind], **stored})
         model, weights, ranks = adapted(base, config, "fp64", adapter=directory)
         losses = train(model, weights, ranks, steps)
         told[kind] = losses, {name: whole(p) for name, p in weights.trainable().items()}
@@ -305,6 +318,83 @@ def test_what_cannot_be_adapted_is_refused_by_name(changes: dict[str, Any], mess
     with pytest.raises(ConfigError) as error:
         attach_adapter(Attends(), LoraConfig(r=2, **changes))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "inside"),
+    [
+        ({"layers_to_transform": 1}, {"model.layers.1"}),
+        ({"layers_to_transform": [0], "layers_pattern": "layers", "exclude_modules": ["o_proj"]}, {"model.layers.0"}),
+        (
+            {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": [0], "rank_pattern": {"lm_head": 5}},
+            {"model.layers.0", "lm_head"},
+        ),
+    ],
+)
+def test_chosen_layers_and_modules_are_those_of_the_file_that_peft_loads(
+    tmp_path: Path, changes: dict[str, Any], inside: set[str]
+) -> None:
+    model, again = empty(tiny_config("llama")), empty(tiny_config("llama"))
+    attach_adapter(model, LoraConfig(r=2, **changes))
+    ranks = {name: layer.r["default"] for name, layer in lora_layers(model)}
+    assert {name.partition(".self_attn")[0].partition(".mlp")[0] for name in ranks} == inside
+    assert any(name.endswith("o_proj") for name in ranks) == (changes["layers_to_transform"] == 1)
+    adapter_config(model).save_pretrained(str(tmp_path))
+    peft.inject_adapter_in_model(peft.PeftConfig.from_pretrained(str(tmp_path)), again, low_cpu_mem_usage=True)
+    assert {name: layer.r["default"] for name, layer in lora_layers(again)} == ranks
+
+
+def test_patterns_reach_stacked_experts_and_keep_their_order_in_the_file(tmp_path: Path) -> None:
+    """PEFT sorts them when it saves; the first that matches decides."""
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["experts.down_proj"],
+        rank_pattern={"1.self_attn.q_proj": 3, ".*_proj": 4},
+        alpha_pattern={"experts.down_proj": 5.0},
+    )
+    model = empty(tiny_config("qwen3_moe"))
+    attach_adapter(model, config)
+    ranks = {name: layer.r["default"] for name, layer in lora_layers(model)}
+    assert ranks == {f"model.layers.{i}.self_attn.q_proj": 4 - i for i in (0, 1)} | {
+        f"model.layers.{i}.mlp.experts": 4 for i in (0, 1)
+    }
+    assert {layer.lora_alpha["default"] for name, layer in lora_layers(model) if "experts" in name} == {5}
+    adapter_config(model).save_pretrained(str(tmp_path))
+    again = empty(tiny_config("qwen3_moe"))
+    attach_adapter(again, LoraConfig(load_from=str(tmp_path)))
+    assert {name: layer.r["default"] for name, layer in lora_layers(again)} == ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "remedy"),
+    [
+        ({"rank_pattern": {"q_prj": 4}}, "rank_pattern: q_prj matches no adapted module", "q_proj"),
+        ({"rank_pattern": {"lm_head": 4}}, "rank_pattern: lm_head matches no adapted module", "names here are"),
+        ({"alpha_pattern": {".*proj": 4, "q_proj": 8}}, "q_proj decides about no module", "narrower pattern first"),
+        ({"exclude_modules": ["up_prj"]}, "exclude_modules: up_prj is the name of no module", "up_proj"),
+        ({"exclude_modules": "up_proj"}, "up_proj matches no whole name of a module", "[up_proj]"),
+        ({"exclude_modules": ["mlp"]}, "mlp is a module with adapted ones inside", r"'.*mlp\..*'"),
+        ({"exclude_modules": ".*proj"}, "leaves no module to adapt", "exclude fewer"),
+        ({"layers_to_transform": [0, 2]}, "no targeted module is in layer 2", "layers here are 0, 1"),
+        ({"layers_to_transform": [0], "layers_pattern": ["layer"]}, "layer is no list with targeted", "layers"),
+    ],
+)
+def test_a_choice_without_effect_is_refused_with_the_nearest_names(
+    changes: dict[str, Any], message: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        attach_adapter(empty(tiny_config("llama")), LoraConfig(r=2, **changes))
+    assert message in error.value.what
+    assert remedy in str(error.value.remedy)
+    assert error.value.where is not None
+    assert error.value.where.rpartition(".")[2] in changes
+
+
+def test_an_excluded_module_with_a_named_parameter_is_refused() -> None:
+    config = LoraConfig(r=2, target_parameters=["experts.down_proj"], exclude_modules=["experts"])
+    with pytest.raises(ConfigError, match="of which target_parameters names"):
+        attach_adapter(empty(tiny_config("qwen3_moe")), config)
 
 
 def test_modules_trained_in_full_stay_what_they_are_and_bring_what_they_share() -> None:

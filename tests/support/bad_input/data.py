@@ -54,6 +54,28 @@ DATA: list[Case] = [
         prepare=write("train.jsonl", FIVE_THOUSAND),
     ),
     with_keys(
+        "a stride without windows",
+        "data.split_stride=8",
+        says="data.split_stride (8) has no effect | data.on_too_long: split",
+    ),
+    with_keys(
+        "a stride beyond a window",
+        "data.split_stride=16",
+        "data.on_too_long=split",
+        "data.max_length=16",
+        says="data.split_stride (16) is not below data.max_length (16) | at most 15",
+    ),
+    with_keys(
+        "labels that are shifted",
+        says="labels has 6 where input_ids has 5 | shifted by one place | train.jsonl: row 1 | data.on_bad_row=skip",
+        prepare=write("train.jsonl", '{"input_ids": [5, 6, 7], "labels": [6, 7, -100]}\n'),
+    ),
+    with_keys(
+        "a value that the chat template does not read",
+        "data.template_kwargs={enable_thinking: false}",
+        says="does not read the argument 'enable_thinking' | data.template_kwargs | leave it out",
+    ),
+    with_keys(
         "broken JSON at the first row",
         says="broken JSON | train.jsonl: row 1 | data.on_bad_row=skip",
         prepare=write("train.jsonl", "{'a': 1}\n"),

@@ -1,0 +1,181 @@
+"""Train a tiny model of every architecture that transformers registers: `python bench/zoo.py`.
+
+Of each decoder (`AutoModelForCausalLM`) and each image-text-to-text family (`AutoModelForImageTextToText`) a tiny model
+is made from its config class and trained for four steps over ragged rows, as it trains by itself and one row at a time.
+Losses, gradient norms, weights and logits of the reloaded `final/`, greedy answers, and LoRA merged are compared with
+plain transformers (and PEFT). Rewrites the section `architectures` of docs/benchmarks.md and the list behind
+`shardtune models`; ends with exit code 1 where one is wrong or crashes.
+
+Each architecture has a process of its own, forked from one that has imported everything, with a limit of CPU seconds.
+Results are lines of a file, so that the command goes on where it stopped; those of other versions of transformers do
+not count.
+
+    python bench/zoo.py                                # those that the file lacks
+    python bench/zoo.py --only qwen3_next llava        # these again
+    python bench/zoo.py --share 1/2                    # every second one, beside --share 2/2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from results import machine, table, write_section  # noqa: E402
+
+from tests.support.zoo import CAUSAL, CRASHED, HOW, IMAGES, IMPOSSIBLE, REFUSED, WRONG, Result, tried  # noqa: E402
+
+CPU_SECONDS, WALL_SECONDS = 90, 900
+"""Limits of one architecture."""
+LIST = ROOT / "shardtune" / "models" / "architectures.json"
+RESULTS = ROOT / "build" / "zoo.jsonl"
+FAMILIES = {CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, IMAGES: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+WAYS = (*HOW, REFUSED, IMPOSSIBLE, WRONG, CRASHED)
+INTRODUCTION = """\
+Every architecture that transformers registers for `AutoModelForCausalLM` and `AutoModelForImageTextToText`, tiny, from
+its own config class, with noise on all weights: four steps of SGD over five ragged rows, in fp64 (fp32 where a model's
+own code has no fp64), against plain transformers, one row at a time with eager attention. *Numbers* are losses and
+gradient norms in micro-batches of two, packed where that is exact; *alone* with one row per micro-batch; *final* the
+weights (relative to how far training moved them) and logits of the `final/` that plain transformers loads; *answers*
+two greedy continuations, by shardtune in one batch; *LoRA* losses, norms, weights and logits with it merged, against
+PEFT. All are largest relative differences; exact is below 1e-4 (*final* below 1e-3), as many models compute norms,
+routers and softmax in float32 in any precision (a hundred times that in fp32). `shardtune models` lists the exact
+ones."""
+HEADS = ("architecture", "trains", "numbers", "alone", "final", "answers", "LoRA", "why")
+
+Key = tuple[str, str]
+
+
+def families() -> list[Key]:
+    return [(kind, family) for kind, names in FAMILIES.items() for family in sorted(names)]
+
+
+def in_a_process(kind: str, family: str) -> Result:
+    """The result of one architecture in a forked process; one that ends without a result has crashed."""
+    read, write = os.pipe()
+    folder = Path(tempfile.mkdtemp(prefix="zoo-"))
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
+        signal.alarm(WALL_SECONDS)
+        result = tried(kind, family, folder)
+        with os.fdopen(write, "w") as pipe:
+            pipe.write(json.dumps(asdict(result)))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    shutil.rmtree(folder)
+    if text:
+        return Result(**json.loads(text))
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGXCPU:
+        return Result(kind, family, IMPOSSIBLE, reason=f"its smallest form takes more than {CPU_SECONDS} s of a core")
+    ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return Result(kind, family, CRASHED, reason=f"its process ended by {ended}")
+
+
+def stored(file: Path) -> dict[Key, Result]:
+    """The latest result of each architecture, of this version of transformers."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    read: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    ours = [one["result"] for one in read if one["transformers"] == transformers.__version__]
+    return {(one["kind"], one["family"]): Result(**one) for one in ours}
+
+
+def summary(results: Sequence[Result]) -> str:
+    """How many architectures came out in each way, by kind."""
+    ways = [way for way in WAYS if any(result.how == way for result in results) or way in (WRONG, CRASHED)]
+    rows = [
+        [kind, *(sum(result.kind == kind and result.how == way for result in results) for way in ways)]
+        for kind in FAMILIES
+    ]
+    return table(("", *ways), rows)
+
+
+def line(result: Result) -> list[str]:
+    """A row of the table."""
+    numbers = [f"{number:.0e}" for number in (result.numbers, result.alone, result.final)]
+    if result.how not in (*HOW, WRONG):
+        return [result.family, result.how, "", "", "", "", "", result.reason]
+    lora = result.lora_reason or f"{result.lora:.0e}"
+    return [result.family, result.how, *numbers, result.answers or "-", lora, result.reason]
+
+
+def write_down(results: Sequence[Result]) -> None:
+    """The section of docs/benchmarks.md, and the list of what trains."""
+    exact = [result for result in results if result.how in HOW]
+    worst = max(exact, key=lambda result: result.largest)
+    parts = [
+        f"<details><summary>{kind}</summary>\n\n"
+        f"{table(HEADS, [line(result) for result in results if result.kind == kind])}\n\n</details>"
+        for kind in FAMILIES
+    ]
+    largest = f"Largest difference of an exact one, without *final*: {worst.largest:.0e} ({worst.family})."
+    counted = f"{summary(results)}\n\n{largest}"
+    write_section("architectures", "\n\n".join([INTRODUCTION, counted, *parts, f"{machine()}."]))
+    known: dict[str, Any] = {"transformers": transformers.__version__}
+    for kind in FAMILIES:
+        ways = {how: [r.family for r in results if (r.kind, r.how) == (kind, how)] for how in HOW}
+        known[kind] = {how: names for how, names in ways.items() if names}
+    LIST.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--only", nargs="+", help="architectures to try, whatever the file has of them")
+    options.add_argument("--kind", choices=FAMILIES, help="one kind alone")
+    options.add_argument("--share", default="1/1", help="K/N: the K-th of N equal parts")
+    options.add_argument("--results", type=Path, default=RESULTS, help="the file of results")
+    given = options.parse_args()
+    part, parts = map(int, given.share.split("/"))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    given.results.parent.mkdir(parents=True, exist_ok=True)
+    found = stored(given.results)
+    for place, (kind, family) in enumerate(families()):
+        skipped = family not in given.only if given.only else (kind, family) in found or place % parts != part - 1
+        if skipped or given.kind not in (None, kind):
+            continue
+        began = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        result = in_a_process(kind, family)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = used.ru_utime + used.ru_stime - began[1].ru_utime - began[1].ru_stime
+        print(kind, *line(result), f"[{cpu:.1f} s CPU]", sep=" | ", flush=True)
+        with given.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"transformers": transformers.__version__, "result": asdict(result)}) + "\n")
+    found = stored(given.results)
+    results = [found[key] for key in families() if key in found]
+    if len(results) == len(families()):
+        write_down(results)
+    print(summary(results))
+    return 1 if any(result.how in (WRONG, CRASHED) for result in results) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
