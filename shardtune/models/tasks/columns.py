@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.row_formats import present
 
@@ -14,12 +16,18 @@ PAIRS = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
     ("question1", "question2"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("question", "answer"),
     ("query", "document"),
+    ("query", "passage"),
+    ("sentence_A", "sentence_B"),
+    ("text1", "text2"),
 )
 LABEL = ("label", "labels")
 SCORE = ("label", "score", "labels")
-QUERY = ("query", "question", "anchor", "sentence1")
-POSITIVE = ("positive", "passage", "document", "answer", "sentence2", "pos")
+QUERY = ("query", "question", "anchor", "sentence1", "sentence_A", "text1")
+POSITIVE = ("positive", "passage", "document", "answer", "sentence2", "sentence_B", "text2", "pos")
 NEGATIVES = ("negatives", "negative", "hard_negatives", "neg")
 WORDS = ("tokens", "words")
 TAGS = ("ner_tags", "tags", "labels", "pos_tags", "chunk_tags")
@@ -39,10 +47,9 @@ def value_of(row: Row, names: Sequence[str], what: str, form: str) -> Any:
     Raises:
         RowError: it has none of them.
     """
-    row = present(row)
-    found = next((row[name] for name in names if row.get(name) is not None), None)
-    if found is not None:
-        return found
+    row, name = present(row), column_of(row, names)
+    if name is not None:
+        return row[name]
     raise RowError(
         f"the row has no {names[0]!r} ({what}), it has {', '.join(map(str, row)) or 'no column'}.\n"
         f"    Rows of this task are {form}.\n"
@@ -50,9 +57,15 @@ def value_of(row: Row, names: Sequence[str], what: str, form: str) -> Any:
     )
 
 
+def column_of(row: Row, names: Sequence[str]) -> str | None:
+    """The first of these columns that a row has."""
+    row = present(row)
+    return next((name for name in names if row.get(name) is not None), None)
+
+
 def has(row: Row, names: Sequence[str]) -> bool:
     """Whether a row has one of these columns."""
-    return any(value is not None for name, value in present(row).items() if name in names)
+    return column_of(row, names) is not None
 
 
 def text_of(row: Row, names: Sequence[str], what: str, form: str) -> str:
@@ -66,19 +79,25 @@ def as_text(value: object, what: str) -> str:
     return value
 
 
+def text_columns(row: Row) -> tuple[str, ...]:
+    """The column of the text of a row, or those of its pair of texts; empty where it has none."""
+    pair = next((pair for pair in PAIRS if all(has(row, [name]) for name in pair)), None)
+    single = column_of(row, TEXT)
+    return pair or (() if single is None else (single,))
+
+
 def texts_of(row: Row, form: str) -> tuple[str, ...]:
     """The text of a row, or its pair of texts."""
-    row = present(row)
-    for pair in PAIRS:
-        if all(row.get(name) is not None for name in pair):
-            return as_text(row[pair[0]], f"{pair[0]!r}"), as_text(row[pair[1]], f"{pair[1]!r}")
-    return (text_of(row, TEXT, "the text", form),)
+    columns = text_columns(row)
+    if len(columns) < 2:
+        return (text_of(row, TEXT, "the text", form),)
+    return tuple(as_text(row[name], f"{name!r}") for name in columns)
 
 
 def number_of(value: object, what: str) -> float:
     """A number that a row gives."""
     try:
-        if isinstance(value, str | int | float):
+        if isinstance(value, str | int | float | np.number):
             found = float(value)
             if found == found and abs(found) != float("inf"):
                 return found

@@ -1,9 +1,10 @@
 """A vector for a text: `AutoModel` with pooling, saved as a directory of sentence-transformers.
 
 Rows: {query, positive}, also with {negative} or {negatives: [texts]} (hard negatives). The loss is InfoNCE over all
-rows of the step (van den Oord et al., 2018, arXiv:1807.03748): each query has its own document, and all others of the
-step are wrong answers, whatever the micro-batches and ranks. With `matryoshka` it is computed for the first entries of
-the vectors as well (Kusupati et al., 2022, arXiv:2205.13147).
+rows of the step: each query has its own document, and all others of the step are wrong answers, whatever the
+micro-batches and ranks. Or {sentence1, sentence2, score}: then it is CoSENT, by which pairs with higher scores are more
+similar than others of the step. With `matryoshka` the loss is computed for the first entries of the vectors as well
+(Kusupati et al., 2022, arXiv:2205.13147).
 """
 
 from __future__ import annotations
@@ -28,18 +29,33 @@ from shardtune.errors import ConfigError
 from shardtune.models.adapter import TERM, Losses, WholeStepAdapter, WholeStepRoot
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.options import KEY
-from shardtune.models.pretrained import settings_directory
+from shardtune.models.pretrained import MODEL_PATH, settings_directory
 from shardtune.models.tasks import sentence_transformers_files
-from shardtune.models.tasks.columns import NEGATIVES, POSITIVE, QUERY, TEXT, as_text, has, list_of, text_of, value_of
-from shardtune.models.tasks.encoder import PADDED
+from shardtune.models.tasks.columns import (
+    NEGATIVES,
+    POSITIVE,
+    QUERY,
+    SCORE,
+    TEXT,
+    as_text,
+    column_of,
+    has,
+    list_of,
+    number_of,
+    text_of,
+    value_of,
+)
+from shardtune.models.tasks.encoder import PADDED, require_tokens
 from shardtune.models.tasks.labels import training_rows
-from shardtune.models.tasks.metrics import ranking
+from shardtune.models.tasks.metrics import correlations, installed, ranking
 from shardtune.models.tasks.retrieval import ranks_of_right, text_number
+from shardtune.models.tasks.similarity import cosent, info_nce
 from shardtune.models.tasks.task import Outputs, Record, TaskRoot, TextTask
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 
 AT = (1, 5, 10)
 """The k of recall@k."""
+CORRELATIONS = ("spearman", "pearson")
 FULL = "full"
 DEFAULTS = {"pooling": "mean", "normalize": True, "query_prompt": "", "document_prompt": ""}
 """Of options that a directory of sentence-transformers may set."""
@@ -49,6 +65,8 @@ class EmbeddingOptions(BaseModel):
     """Options of an embedding model.
 
     Attributes:
+        loss: infonce: rows have a document for a query; cosent: rows have two texts and their score; null: as the first
+            training row, by whether it has a score.
         pooling: mean: of a text's tokens; cls: the first token; last: the last one, as for decoders; null: that of a
             directory of sentence-transformers, otherwise mean.
         normalize: to length 1; scores are then cosines. null: as the directory has it, otherwise true.
@@ -61,6 +79,7 @@ class EmbeddingOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    loss: Literal["infonce", "cosent"] | None = None
     pooling: Literal["mean", "cls", "last"] | None = None
     normalize: bool | None = None
     temperature: float = Field(0.05, gt=0)
@@ -91,7 +110,7 @@ class Embedding(WholeStepAdapter, TextTask):
     auto = AutoModel
     token_fields = ("query", "positive", "negatives")
     padding: ClassVar[Mapping[str, float]] = {"query": PADDED, "positive": PADDED, "negatives": PADDED}
-    row_form = "{query, positive}, also with {negatives: [texts]}"
+    row_form = "{query, positive}, also with {negatives: [texts]}; or {sentence1, sentence2, score}"
 
     def __init__(self, recipe: Recipe, tokenizer: Any = None) -> None:
         super().__init__(recipe, tokenizer)
@@ -109,6 +128,12 @@ class Embedding(WholeStepAdapter, TextTask):
         return {"add_pooling_layer": False} if takes else {}
 
     def configure(self, config: PreTrainedConfig) -> None:
+        if config.is_encoder_decoder:
+            raise ConfigError(
+                f"{self.recipe.actor.model.model_path} is an encoder-decoder, of which it is open what embeds a text",
+                where=MODEL_PATH,
+                remedy="give an encoder or a decoder",
+            )
         width = config.get_text_config().hidden_size
         sizes = self.options.matryoshka
         if any(not 0 < size < width for size in sizes) or len(set(sizes)) < len(sizes):
@@ -135,21 +160,39 @@ class Embedding(WholeStepAdapter, TextTask):
     # Rows.
 
     @cached_property
+    def _first_row(self) -> Row:
+        """The first training row; empty where there is none."""
+        return next((row for _, rows in training_rows(self.recipe, self.train_data) for row in rows), {})
+
+    @cached_property
+    def scored(self) -> bool:
+        """Whether rows are two texts and their score."""
+        chosen = self.options.loss
+        return has(self._first_row, SCORE) if chosen is None else chosen == "cosent"
+
+    @cached_property
     def negatives(self) -> int:
         """Hard negatives of a row."""
-        if self.options.negatives is not None:
-            return self.options.negatives
-        for _, rows in training_rows(self.recipe, self.train_data):
-            for row in rows:
-                return len(self._negatives(row))
-        return 0
+        if self.scored:
+            return 0
+        chosen = self.options.negatives
+        return len(self._negatives(self._first_row)) if chosen is None else chosen
+
+    @property
+    def libraries(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride] (depends on rows)
+        return ("scipy",) if self.scored else ()
 
     def found_options(self) -> Mapping[str, Any]:
-        return {"negatives": self.negatives, **{name: getattr(self.options, name) for name in DEFAULTS}}
+        loss = "cosent" if self.scored else "infonce"
+        return {"loss": loss, "negatives": self.negatives, **{name: getattr(self.options, name) for name in DEFAULTS}}
 
     def take_encoding_settings(self, settings: Mapping[str, Any]) -> None:
         super().take_encoding_settings(settings)
+        vars(self)["scored"] = settings["loss"] == "cosent"
         vars(self)["negatives"] = settings["negatives"]
+
+    def columns(self, row: Row) -> Sequence[str | None]:
+        return (column_of(row, QUERY), column_of(row, POSITIVE), column_of(row, SCORE if self.scored else NEGATIVES))
 
     def encode_text(self, row: Row) -> dict[str, Any]:
         query = text_of(row, QUERY, "the query", self.row_form)
@@ -157,8 +200,8 @@ class Embedding(WholeStepAdapter, TextTask):
         negatives = self._negatives(row)
         if len(negatives) > self.negatives:
             raise RowError(
-                f"the row has {len(negatives)} hard negatives, and there is room for {self.negatives} "
-                "(model.options.negatives; null: as many as the first training row has)"
+                f"the row has {len(negatives)} hard negatives, and there is room for {self.negatives}: "
+                + ("rows with a score have none" if self.scored else "set model.options.negatives to the most of a row")
             )
         options = self.options
         made = [self._ids(options.document_prompt + text) for text in negatives]
@@ -176,7 +219,9 @@ class Embedding(WholeStepAdapter, TextTask):
         }
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.asarray(self.tokenizer(text, verbose=False)["input_ids"], np.int32)
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        require_tokens(ids)
+        return np.asarray(ids, np.int32)
 
     def _negatives(self, row: Row) -> list[str]:
         if not has(row, NEGATIVES):
@@ -185,6 +230,13 @@ class Embedding(WholeStepAdapter, TextTask):
         return [as_text(one, "a negative") for one in ([found] if isinstance(found, str) else list_of(found, "these"))]
 
     def encode_target(self, row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
+        if self.scored:
+            return {"score": np.float64(number_of(value_of(row, SCORE, "the score", self.row_form), "the score"))}
+        if self.options.loss is None and has(row, SCORE):
+            raise RowError(
+                f"the row has {column_of(row, SCORE)!r}, and the first training row has no score: with "
+                "model.options.loss: cosent all rows have one, with infonce it is not read"
+            )
         return {}
 
     def no_target(self, row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,6 +274,7 @@ class Embedding(WholeStepAdapter, TextTask):
             "documents": torch.cat(documents, 1),
             "there": batch["there"],
             "texts": batch["texts"],
+            **({"score": batch["score"]} if self.scored else {}),
         }
 
     @staticmethod
@@ -246,9 +299,18 @@ class Embedding(WholeStepAdapter, TextTask):
         first = vectors if size is None else vectors[..., :size]
         return functional.normalize(first, dim=-1) if self.options.normalize else first
 
+    def _similarities(self, outputs: Outputs, size: int | None) -> torch.Tensor:
+        """[rows] of each row's two texts."""
+        queries, documents = (self._scaled(outputs[name], size) for name in ("query", "documents"))
+        return (queries * documents[:, 0]).sum(-1)
+
     def step_loss(self, outputs: Outputs) -> Losses:
+        count, temperature = len(outputs["query"]), self.options.temperature
+        if self.scored:
+            found = {term: self._similarities(outputs, size) / temperature for term, size in self._terms.items()}
+            return {term: LossSum(cosent(one, outputs["score"]) * count, count) for term, one in found.items()}
         there, texts = outputs["there"].flatten(), outputs["texts"].flatten()
-        rows = torch.arange(len(outputs["query"]), device=there.device)
+        rows = torch.arange(count, device=there.device)
         own = rows * (1 + self.negatives)
         left_out = ~there.expand(len(rows), -1)
         if self.options.mask_duplicates:
@@ -257,9 +319,8 @@ class Embedding(WholeStepAdapter, TextTask):
         losses = {}
         for term, size in self._terms.items():
             queries, documents = (self._scaled(outputs[name], size) for name in ("query", "documents"))
-            scores = queries @ documents.flatten(0, 1).T / self.options.temperature
-            total = functional.cross_entropy(scores.masked_fill(left_out, -torch.inf), own, reduction="sum")
-            losses[term] = LossSum(total, len(rows))
+            total = info_nce(queries / temperature, documents.flatten(0, 1), own, left_out)
+            losses[term] = LossSum(total, count)
         return losses
 
     def loss_of(self, outputs: Outputs, batch: Batch) -> Losses:
@@ -285,10 +346,15 @@ class Embedding(WholeStepAdapter, TextTask):
     @property
     def set_metric_names(self) -> Sequence[str]:
         names = ("mrr", *(f"recall_at_{k}" for k in AT))
-        return [f"{name}/{term}" if term not in (FULL, TERM) else name for term in self._terms for name in names]
+        if self.scored:
+            names = CORRELATIONS if installed(*self.libraries) else ()
+        return [name for term in self._terms for name in _of_term(term, dict.fromkeys(names, 0.0))]
 
     def set_metrics(self, records: Sequence[Record]) -> dict[str, float]:
-        """Each query looks for its document among all different documents of the set, hard negatives included."""
+        """Each query looks for its document among all different documents of the set, hard negatives included; or the
+        correlation of similarities and scores."""
+        if self.scored:
+            return self._correlations(records) if installed(*self.libraries) else {}
         there = np.concatenate([one["there"] for one in records])
         texts, first = np.unique(np.concatenate([one["texts"] for one in records])[there], return_index=True)
         documents = np.concatenate([one["documents"] for one in records])[there][first]
@@ -298,9 +364,21 @@ class Embedding(WholeStepAdapter, TextTask):
         for term, size in self._terms.items():
             asked, answers = (self._scaled(torch.from_numpy(each), size).numpy() for each in (queries, documents))
             scores = ranking(ranks_of_right(asked, answers, own), AT)
-            found |= {f"{name}/{term}" if term not in (FULL, TERM) else name: value for name, value in scores.items()}
+            found |= _of_term(term, scores)
+        return found
+
+    def _correlations(self, records: Sequence[Record]) -> dict[str, float]:
+        outputs = {name: torch.from_numpy(np.stack([one[name] for one in records])) for name in ("query", "documents")}
+        scores, found = np.array([one["score"] for one in records]), {}
+        for term, size in self._terms.items():
+            found |= _of_term(term, correlations(scores, self._similarities(outputs, size).numpy()))
         return found
 
     def examples(self) -> Sequence[Row]:
         pairs = (("red fruit", "an apple"), ("yellow fruit", "a banana"), ("grey animal", "an elephant"))
         return [{"query": f"a {query}", "positive": document} for query, document in pairs]
+
+
+def _of_term(term: str, scores: Mapping[str, float]) -> dict[str, float]:
+    """Metrics under their names, for vectors that are cut with the size."""
+    return {name if term in (FULL, TERM) else f"{name}/{term}": value for name, value in scores.items()}

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.config import Recipe
-from shardtune.data.encoder import RowDropped
+from shardtune.data.encoder import Row, RowDropped, RowError
 from shardtune.errors import DataError
 from shardtune.models.adapter_encoder import FieldEncoder, RowEncoding
 
@@ -28,6 +28,7 @@ class TextRows(RowEncoding, Protocol):
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
     @property
     def max_positions(self) -> int | None: ...
+    def title(self, row: Row) -> str: ...
     def beside(self, name: str) -> Sequence[str]: ...
     def size_of(self, fields: Mapping[str, np.ndarray]) -> int: ...
 
@@ -44,10 +45,12 @@ class TextEncoder(FieldEncoder):
         super().__init__(task, recipe)
         self._task = task
 
+    def title(self, row: Row) -> str:
+        return self._task.title(row)
+
     def fit(self, sample: Sample) -> Sample:
-        most = self._limit.max_length
-        longest = max(int(real_lengths(sample.fields[name]).max()) for name in self._task.token_fields)
-        positions = self._task.max_positions
+        most, positions = self._limit.max_length, self._task.max_positions
+        longest = self._longest(sample)
         if positions is not None and min(longest, most) > positions:
             raise DataError(
                 f"the row has {longest:,} tokens, {self._recipe.actor.model.model_path} has positions for "
@@ -58,11 +61,23 @@ class TextEncoder(FieldEncoder):
             return sample
         if self._limit.on_too_long == "drop":
             raise RowDropped(f"{longest:,} tokens")
-        if self._limit.on_too_long == "fail":
+        if self._limit.on_too_long in ("fail", "split"):
             raise DataError(
-                f"the row has {longest:,} tokens, data.max_length is {most:,}",
+                f"the row has {longest:,} tokens, data.max_length is {most:,}"
+                + (", and rows of a task are not split" if self._limit.on_too_long == "split" else ""),
                 remedy="raise data.max_length, or set data.on_too_long to truncate or drop",
             )
+        return self._cut(sample, most)
+
+    def within(self, sample: Sample) -> Sample:
+        """A row to be predicted, cut at `data.max_length` or the model's positions."""
+        most = min(self._limit.max_length, self._task.max_positions or self._limit.max_length)
+        return sample if self._longest(sample) <= most else self._cut(sample, most)
+
+    def _longest(self, sample: Sample) -> int:
+        return max(int(real_lengths(sample.fields[name]).max()) for name in self._task.token_fields)
+
+    def _cut(self, sample: Sample, most: int) -> Sample:
         special = np.asarray(self._task.tokenizer.all_special_ids)
         fields = dict(sample.fields)
         for name in self._task.token_fields:
@@ -71,6 +86,12 @@ class TextEncoder(FieldEncoder):
                 if other in fields:
                     fields[other] = shortened(fields[other], ids, most, special)
         return replace(sample, fields=fields, size=self._task.size_of(fields))
+
+
+def require_tokens(ids: Sequence[int]) -> None:
+    """Refuse a text without a token, of which a model can make nothing."""
+    if not len(ids):
+        raise RowError("the text is empty: the tokenizer makes no token of it")
 
 
 def real_lengths(ids: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row
 from shardtune.models.adapter import TERM
-from shardtune.models.tasks.columns import SCORE, number_of, texts_of, value_of
+from shardtune.models.tasks.columns import SCORE, column_of, number_of, text_columns, texts_of, value_of
 from shardtune.models.tasks.metrics import correlations, installed
 from shardtune.models.tasks.task import Outputs, Record, TextTask
 from shardtune.models.user_metrics import Prediction
@@ -33,6 +33,9 @@ class Regression(TextTask):
     def configure(self, config: PreTrainedConfig) -> None:
         config.num_labels = 1
         config.problem_type = "regression"
+
+    def columns(self, row: Row) -> Sequence[str | None]:
+        return (*text_columns(row), column_of(row, SCORE))
 
     def encode_text(self, row: Row) -> dict[str, Any]:
         return self.tokens(*texts_of(row, self.row_form))

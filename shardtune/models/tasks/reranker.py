@@ -26,6 +26,7 @@ from shardtune.models.tasks.columns import (
     QUERY,
     SCORE,
     as_text,
+    column_of,
     has,
     list_of,
     number_of,
@@ -65,6 +66,10 @@ class Reranker(TextTask):
     def configure(self, config: PreTrainedConfig) -> None:
         config.id2label, config.label2id = {0: "LABEL_0"}, {"LABEL_0": 0}
 
+    def columns(self, row: Row) -> Sequence[str | None]:
+        target = column_of(row, NEGATIVES) or column_of(row, SCORE)
+        return (column_of(row, QUERY), column_of(row, POSITIVE), target)
+
     def encode_text(self, row: Row) -> dict[str, Any]:
         query, documents = text_of(row, QUERY, "the query", self.row_form), self._documents(row)
         made = [self.tokens(query, document) for document in documents]
@@ -91,7 +96,7 @@ class Reranker(TextTask):
             return {"labels": np.array([1.0] + [0.0] * (count - 1)), "listwise": self.options.loss == "listwise"}
         label = number_of(value_of(row, SCORE, "1: the document answers the query, 0: not", self.row_form), "the label")
         if not 0 <= label <= 1:
-            raise RowError(f"the label is {label:g}, not a number between 0 and 1")
+            raise RowError(f"the label is {label:g}, not a number between 0 and 1: divide it in data.transform")
         return {"labels": np.array([label]), "listwise": False}
 
     def no_target(self, row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:

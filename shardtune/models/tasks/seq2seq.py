@@ -19,7 +19,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from shardtune.batch import IGNORED, Batch, LossSum
 from shardtune.data.encoder import Row
-from shardtune.models.tasks.columns import SOURCE, TARGET, text_of
+from shardtune.models.tasks.columns import SOURCE, TARGET, column_of, text_of
 from shardtune.models.tasks.encoder import PADDED
 from shardtune.models.tasks.metrics import installed, rouge
 from shardtune.models.tasks.task import Outputs, Record, TextTask
@@ -55,6 +55,9 @@ class Seq2Seq(TextTask):
     def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Sequence[str]:
         """None: an encoder-decoder is whole."""
         return ()
+
+    def columns(self, row: Row) -> Sequence[str | None]:
+        return (column_of(row, SOURCE), column_of(row, TARGET))
 
     def encode_text(self, row: Row) -> dict[str, Any]:
         return self.tokens(self.options.source_prefix + text_of(row, SOURCE, "the text", self.row_form))

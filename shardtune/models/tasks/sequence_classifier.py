@@ -18,7 +18,7 @@ from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row, RowError
 from shardtune.models.adapter import TERM
 from shardtune.models.tasks.classes import Classifier, LabelOptions
-from shardtune.models.tasks.columns import LABEL, list_of, texts_of, value_of
+from shardtune.models.tasks.columns import LABEL, column_of, list_of, text_columns, texts_of, value_of
 from shardtune.models.tasks.labels import index_of
 from shardtune.models.tasks.metrics import F1_NAMES, f1_scores, installed
 from shardtune.models.tasks.task import Outputs, Record
@@ -50,7 +50,18 @@ class SequenceClassifier(Classifier):
 
     def row_labels(self, row: Row) -> Iterable[object]:
         found = value_of(row, LABEL, "its label", self.row_form)
-        return list_of(found, "the labels") if self.options.multi_label else [found]
+        if self.options.multi_label:
+            return list_of(found, "the labels")
+        if isinstance(found, list | tuple | np.ndarray):
+            raise RowError("the row has a list of labels; set model.options.multi_label: true")
+        return [found]
+
+    @property
+    def label_form(self) -> str:
+        return f"{super().label_form}, several" if self.options.multi_label else super().label_form
+
+    def columns(self, row: Row) -> Sequence[str | None]:
+        return (*text_columns(row), column_of(row, LABEL))
 
     def encode_text(self, row: Row) -> dict[str, Any]:
         return self.tokens(*texts_of(row, self.row_form))
@@ -59,8 +70,6 @@ class SequenceClassifier(Classifier):
         found = self.row_labels(row)
         if not self.options.multi_label:
             (label,) = found
-            if isinstance(label, list | tuple | np.ndarray):
-                raise RowError("the row has a list of labels; set model.options.multi_label: true")
             return {"labels": index_of(label, self.labels)}
         chosen = np.zeros(len(self.labels), np.float32)
         chosen[[index_of(label, self.labels) for label in found]] = 1

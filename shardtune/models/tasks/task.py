@@ -15,19 +15,19 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.batch import Batch, LossSum, Sample
-from shardtune.data.encoder import Encoder, Row
+from shardtune.data.encoder import Row
 from shardtune.errors import ModelError
 from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
 from shardtune.models.adapter import Evaluation as Evaluated
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config
-from shardtune.models.tasks.encoder import PADDED, TextEncoder
+from shardtune.models.tasks.encoder import PADDED, TextEncoder, require_tokens
 from shardtune.models.tasks.metrics import installed
 from shardtune.models.user_metrics import Measure, checked
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 
 TASK_FILE = "task.json"
-"""Beside the weights: the options that were found in the training rows, such as the labels."""
+"""Beside the weights: the task's name, the longest row, and options that the training rows decide, such as labels."""
 Record = Mapping[str, Any]
 """What the metrics of a set and predictions are computed from, of one row."""
 Outputs = Mapping[str, torch.Tensor]
@@ -36,7 +36,7 @@ Outputs = Mapping[str, torch.Tensor]
 class TextTask(Adapter):
     """An adapter of a named task on a model of transformers.
 
-    A subclass has `auto`, `encode_text`, `encode_target`, `outputs`, `loss_of`, `records`, `set_metrics` and
+    A subclass has `auto`, `columns`, `encode_text`, `encode_target`, `outputs`, `loss_of`, `records`, `set_metrics` and
     `prediction`. Fields of tokens are padded with -1; `inputs` replaces that by the model's padding token.
 
     Attributes:
@@ -112,6 +112,17 @@ class TextTask(Adapter):
     # Rows.
 
     @abstractmethod
+    def columns(self, row: Row) -> Sequence[str | None]:
+        """The columns of a row that are read; None for one that it lacks."""
+
+    def title(self, row: Row) -> str:
+        """What is read of rows such as this one, and what is not."""
+        self.encode(row)
+        read = [name for name in self.columns(row) if name is not None]
+        unread = ", ".join(name for name in row if name not in read)
+        return " + ".join(read) + (f" (not read: {unread})" if unread else "")
+
+    @abstractmethod
     def encode_text(self, row: Row) -> dict[str, Any]:
         """The fields of what the model reads."""
 
@@ -157,9 +168,10 @@ class TextTask(Adapter):
             settings: of the tokenizer's call.
         """
         made = self.tokenizer(*texts, verbose=False, return_token_type_ids=True, **settings)
+        require_tokens(made["input_ids"])
         return {"input_ids": made["input_ids"], "token_type_ids": np.array(made["token_type_ids"], np.int8)}
 
-    def encoder(self, *, with_prompts: bool) -> Encoder:
+    def encoder(self, *, with_prompts: bool) -> TextEncoder:
         return TextEncoder(self, self.recipe)
 
     @property
@@ -189,8 +201,13 @@ class TextTask(Adapter):
         return {}
 
     def saved_files(self) -> Mapping[str, object]:
-        found = self.found_options()
-        return {**super().saved_files(), **({TASK_FILE: {"options": dict(found)}} if found else {})}
+        recipe = self.recipe
+        described = {
+            "model_type": recipe.actor.model.model_type,
+            "options": {**recipe.actor.model.options, **self.found_options()},
+            "max_length": recipe.data.max_length,
+        }
+        return {**super().saved_files(), TASK_FILE: described}
 
     # Loss, metrics, predictions.
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForTokenClassification
 from shardtune.batch import IGNORED, Batch, LossSum, Sample
 from shardtune.data.encoder import Row, RowError
 from shardtune.models.tasks.classes import Classifier
-from shardtune.models.tasks.columns import TAGS, TEXT, WORDS, has, list_of, text_of, value_of
+from shardtune.models.tasks.columns import TAGS, TEXT, WORDS, column_of, has, list_of, text_of, value_of
 from shardtune.models.tasks.encoder import PADDED
 from shardtune.models.tasks.labels import index_of
 from shardtune.models.tasks.metrics import F1_NAMES, entity_scores, f1_scores, installed
@@ -52,6 +52,9 @@ class TokenClassifier(Classifier):
     def beside(self, name: str) -> Sequence[str]:
         return (*super().beside(name), "labels")
 
+    def columns(self, row: Row) -> Sequence[str | None]:
+        return (column_of(row, WORDS), column_of(row, TAGS))
+
     def encode_text(self, row: Row) -> dict[str, Any]:
         return self.tokens(self._words(row), is_split_into_words=True)
 
@@ -63,7 +66,9 @@ class TokenClassifier(Classifier):
         return {"labels": [IGNORED if place is None else labels[place] for place in self._firsts(words)]}
 
     def no_target(self, row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {"labels": [IGNORED if place is None else 0 for place in self._firsts(self._words(row))]}
+        """In the place of labels the words' numbers: a word without a token, and what is cut off, gets no label."""
+        words = self._words(row)
+        return {"labels": [IGNORED if place is None else place for place in self._firsts(words)], "words": len(words)}
 
     def encode_input(self, row: Row) -> Sample:
         """A row without labels; of a text the words are what stands between blanks."""
@@ -97,9 +102,10 @@ class TokenClassifier(Classifier):
 
     def records(self, outputs: Outputs, batch: Batch) -> list[Record]:
         guesses, labels = outputs["logits"].argmax(-1).cpu().numpy(), batch["labels"].cpu().numpy()
+        words = batch.fields.get("words", [None] * len(labels))
         return [
-            {"guesses": guess[label != IGNORED], "targets": label[label != IGNORED]}
-            for guess, label in zip(guesses, labels, strict=True)
+            {"guesses": guess[label != IGNORED], "targets": label[label != IGNORED], "words": count}
+            for guess, label, count in zip(guesses, labels, words, strict=True)
         ]
 
     @property
@@ -124,7 +130,10 @@ class TokenClassifier(Classifier):
         return [self.labels[number] for number in numbers]
 
     def prediction(self, record: Record) -> dict[str, Any]:
-        return {"labels": self._names(record["guesses"])}
+        labels: list[str | None] = [None] * int(record["words"])
+        for word, label in zip(record["targets"], self._names(record["guesses"]), strict=True):
+            labels[word] = label
+        return {"labels": labels}
 
     def examples(self) -> Sequence[Row]:
         labels = self.labels

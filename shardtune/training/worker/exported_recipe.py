@@ -65,7 +65,7 @@ def with_found(recipe: Recipe, run_dir: Path) -> Recipe:
 
 
 def _with_found(values: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The values with the options of a task that were found in the training rows."""
+    """The values with the options of a task, those that were found in the training rows among them."""
     if values["actor"]["model"]["model_type"] in TASKS and (directory / TASK_FILE).is_file():
         values["actor"]["model"]["options"] |= read_json(directory / TASK_FILE)["options"]
     return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import shardtune
 from shardtune.config import load_recipe
 from shardtune.config.model_names import TASKS
+from shardtune.data.encoder import RowError
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.tasks import sentence_transformers_files
-from shardtune.models.tasks.encoder import shortened
+from shardtune.models.tasks.encoder import require_tokens, shortened
 from shardtune.models.tasks.metrics import entity_scores, f1_scores, spans
 from shardtune.models.tasks.names import CLASSES
 from shardtune.models.tasks.task import TextTask
+from shardtune.run.plain_model import load_run_or_model
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.tiny_tasks import rows, save_encoder, save_t5, write
 from tests.support.workspace import run_cli
@@ -92,6 +95,86 @@ def test_a_row_that_cannot_be_used_is_one_message(folder: Path, task: str, row: 
     encoder = task_of(recipe(folder, task, rows(task, 2), "bad", options=options)).encoder(with_prompts=False)
     with pytest.raises(Exception, match=f"(?s){message}"):
         encoder.encode(row)
+
+
+def test_rows_without_labels_are_a_message_of_the_first(folder: Path):
+    lists = [{"text": "a cat", "labels": ["x"]}, {"text": "a", "labels": ["y", "x"]}]
+    with pytest.raises(DataError, match=r"(?s)a list of labels; set model.options.multi_label.*lists.jsonl: row 1"):
+        task_of(recipe(folder, "sequence_classifier", lists, "lists")).build()
+    several = recipe(folder, "sequence_classifier", lists, "lists", options={"multi_label": True})
+    assert task_of(several).found_options() == {"labels": ["x", "y"]}  # of the same file
+    with pytest.raises(DataError, match=r"the row has no 'label' .*it has text, stars"):
+        task_of(recipe(folder, "sequence_classifier", [{"text": "a", "stars": 1}] * 2, "stars")).build()
+
+
+def test_a_number_is_the_place_of_a_named_label(folder: Path):
+    data = [{"tokens": ["a", "cat"], "ner_tags": [0, 2]}, {"tokens": ["dog"], "ner_tags": [1]}]
+    task = task_of(recipe(folder, "token_classifier", data, "places", options={"labels": ["O", "B-X", "I-X"]}))
+    assert task.encode(data[0]).fields["labels"].tolist() == [-100, 0, 2, -100]
+    assert "f1" in task.set_metric_names
+    with pytest.raises(RowError, match="the label '3' is not among"):
+        task.encode({"tokens": ["dog"], "ner_tags": [3]})
+
+
+def test_the_first_lines_name_the_columns_that_are_read(folder: Path):
+    row = {"idx": 3, "question": "who", "sentence": "a cat", "label": "yes"}
+    task = task_of(recipe(folder, "sequence_classifier", [row], "columns", options={"labels": ["no", "yes"]}))
+    assert task.encoder(with_prompts=False).title(row) == "question + sentence + label (not read: idx)"
+    assert task.encode(row).fields["input_ids"].tolist().count(3) == 2  # the ends of two texts
+
+
+def test_a_word_without_a_token_keeps_its_place(folder: Path):
+    values = recipe(folder, "token_classifier", rows("token_classifier", 3), "blank", options={"labels": ["O", "B-X"]})
+    task = task_of(values)
+    batch = task.collate([task.encode_input({"tokens": ["a", " ", "cat", "dog"]})], range(1), {})
+    guesses = torch.nn.functional.one_hot(torch.tensor([[0, 1, 0, 1, 0]])).float()
+    (record,) = task.records({"logits": guesses}, batch)
+    assert task.prediction(record) == {"labels": ["B-X", None, "O", "B-X"]}
+
+
+def test_texts_of_a_task_are_not_split_and_not_empty(folder: Path):
+    values = recipe(folder, "sequence_classifier", rows("sequence_classifier", 4), "split")
+    values["data"] |= {"max_length": 4, "on_too_long": "split"}
+    encoder = task_of(values).encoder(with_prompts=False)
+    with pytest.raises(DataError, match="rows of a task are not split"):
+        encoder.fit(encoder.encode({"text": "a red cat", "label": "bad"}))
+    with pytest.raises(RowError, match="the text is empty"):
+        require_tokens([])
+
+
+def test_pairs_with_scores_train_an_embedding(folder: Path):
+    draw = random.Random(0)
+    data = [{"sentence1": "a cat", "sentence2": "a dog", "score": draw.choice([0, 1.5, 4.0])} for _ in range(6)]
+    task: Any = task_of(recipe(folder, "embedding", data, "sts", options={"matryoshka": [8]}))
+    samples = [task.encode(row) for row in data]
+    batch = task.collate(samples, range(6), {})
+    draws = torch.manual_seed(0)
+    vectors = [torch.randn(6, 16, generator=draws, dtype=torch.float64) for _ in range(2)]
+    outputs = {"query": vectors[0], "documents": vectors[1][:, None], "score": batch["score"]}
+    terms = task.step_loss(outputs)
+    for term, size in (("full", 16), ("size_8", 8)):
+        cosines = torch.nn.functional.cosine_similarity(vectors[0][:, :size], vectors[1][:, :size]) / 0.05
+        total = sum(
+            float((cosines[i] - cosines[j]).exp())
+            for i in range(6)
+            for j in range(6)
+            if data[i]["score"] < data[j]["score"]
+        )
+        assert float(terms[term].total) / terms[term].weight == pytest.approx(np.log1p(total), rel=1e-12)
+    assert task.found_options()["loss"] == "cosent"
+    assert "spearman/size_8" in task.set_metric_names
+    records = task.records(outputs, batch)
+    assert task.set_metrics(records).keys() == set(task.set_metric_names)
+    with pytest.raises(RowError, match="the row has no 'label'"):
+        task.encode({"query": "a", "positive": "b"})
+    unscored = task_of(recipe(folder, "embedding", [{"query": "a", "positive": "b"}], "unscored"))
+    with pytest.raises(RowError, match="the row has 'score', and the first training row has no score"):
+        unscored.encode(data[0])
+
+
+def test_an_encoder_decoder_embeds_nothing(folder: Path):
+    with pytest.raises(ConfigError, match="is an encoder-decoder"):
+        task_of(recipe(folder, "embedding", rows("embedding", 2), "t5", model_path=str(folder / "t5"))).build()
 
 
 def test_the_command_names_file_and_row(folder: Path):
@@ -176,14 +259,14 @@ def test_a_document_twice_in_a_step_is_no_wrong_answer(folder: Path):
 
 
 def test_what_is_not_installed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    values = recipe(folder, "sequence_classifier", rows("sequence_classifier", 4), "absent")
+    values = recipe(folder, "sequence_classifier", rows("sequence_classifier", 8), "absent")
     values["data"]["eval_split"] = 0.5
     task = task_of(values)
     assert "f1_macro" in task.set_metric_names
-    assert not task.notes()
+    assert task.notes() == ["labels: bad, fine, good"]
     monkeypatch.setattr("shardtune.models.tasks.metrics.find_spec", lambda name: None)
     assert list(task.set_metric_names) == ["accuracy"]
-    (note,) = task.notes()
+    note, _ = task.notes()
     assert "sklearn is not installed" in note
     assert "pip install 'shardtune[tasks]'" in note
 
@@ -230,6 +313,25 @@ def test_an_adapter_holds_the_head_and_loads_with_peft(folder: Path, adapted: sh
         adapted.export(tmp_path / "merged", merge=True, check=False)
     )
     assert [pytest.approx(one, abs=1e-6) for one in expected] == scores_of(merged.eval(), tmp_path / "merged")
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert "pipeline_tag: text-classification" in card
+    assert "AutoModelForSequenceClassification.from_pretrained" in card
+
+
+@pytest.mark.lengthy
+def test_a_directory_without_a_run_predicts(folder: Path, adapted: shardtune.Run, tmp_path: Path):
+    merged, adapter = (adapted.export(tmp_path / name, merge=name == "merged", check=False) for name in ("merged", "a"))
+    expected = adapted.predict(SEEN)
+    assert json.loads((adapter / "task.json").read_text())["options"] == {"labels": ["bad", "fine", "good"]}
+    for directory in (merged, adapter):
+        printed = run_cli("predict", str(directory), "red cat", "a green dog runs").out
+        found = [json.loads(line) for line in printed.splitlines()]
+        assert [one["text"] for one in found] == ["red cat", "a green dog runs"]
+        for one, other in zip(found, expected, strict=False):
+            assert one["prediction"]["scores"] == pytest.approx(other["scores"], abs=1e-6)
+    (merged / "task.json").unlink()  # as of any classifier of transformers
+    (found,) = load_run_or_model(merged).predictions([{"text": "red cat " * 99}])
+    assert found["truncated"]
 
 
 @pytest.mark.lengthy
@@ -244,6 +346,9 @@ def test_a_trained_classifier_is_trained_on(folder: Path, adapted: shardtune.Run
         folder, "sequence_classifier", [{"text": "a", "label": "good"}, {"text": "a", "label": "new"}], "new"
     )
     other["model"]["model_path"] = str(trained)
+    given = {**other, "model": {**other["model"], "options": {"labels": ["good", "bad", "fine"]}}}
+    with pytest.raises(ConfigError, match=r"labels = \['good', 'bad', 'fine'\]; those of the classifier"):
+        task_of(given).build()
     with pytest.raises(ConfigError, match=r"the label 'new'; those of the classifier in .* are bad, fine, good"):
         task_of(other).build()
 
