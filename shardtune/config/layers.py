@@ -119,7 +119,7 @@ def _lay(
 
 def _overrides(layer: Layer, dotted: str) -> bool:
     """Whether the layer is an override of this section, or of one around it."""
-    return layer.named == dotted or bool(layer.named) and dotted.startswith(f"{layer.named}.")
+    return layer.named == dotted or (bool(layer.named) and dotted.startswith(f"{layer.named}."))
 
 
 def _take_back(dotted: str, name: str, into: Tree, origins: dict[str, str]) -> None:

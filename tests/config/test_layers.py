@@ -84,7 +84,9 @@ def test_an_override_takes_back_what_the_recipe_gives_in_a_section(
 def test_an_override_by_an_empty_section_is_refused_where_it_would_change_nothing(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(ROBOT)
-    with pytest.raises(ConfigError, match=r"data\.augmentation is overridden by an empty section.*random_affine") as error:
+    with pytest.raises(
+        ConfigError, match=r"data\.augmentation is overridden by an empty section.*random_affine"
+    ) as error:
         load_recipe(file, ["data.augmentation={}"], files_must_exist=False)
     assert "'data.augmentation=null' sets all keys" in str(error.value)
     load_recipe(file, ["optim={}"], files_must_exist=False)
