@@ -7,7 +7,6 @@ from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
 import pytest
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.support import fork_server
 
@@ -125,6 +124,8 @@ def _quick(pytestconfig: pytest.Config) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if pytestconfig.getoption("quick"):
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+
             patch.setattr(subprocess.Popen, "_execute_child", refuse("starts a process"))
             patch.setattr(BaseProcess, "start", refuse("starts a process"))
             patch.setattr("shardtune.training.worker.base.FSDPSftWorker.setup", refuse("trains"))

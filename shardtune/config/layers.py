@@ -102,13 +102,40 @@ def _lay(
             inside = is_free_mapping(schema) or layer.named.startswith(f"{dotted}.")
             into[name] = overlay(previous, value) if inside else value
         elif isinstance(value, Mapping):
-            yield from _lay(value, inner, f"{dotted}.", get_section(into, name), layer, origins)
-        elif value is not None:  # None is a section whose keys are all commented out
+            given = get_section(into, name)
+            if not value and given and _overrides(layer, dotted):
+                yield _nothing_given(dotted, given, layer)
+            yield from _lay(value, inner, f"{dotted}.", given, layer, origins)
+        elif value is None:
+            if _overrides(layer, dotted):  # in a file it is a section whose keys are all commented out
+                _take_back(dotted, name, into, origins)
+        else:
             yield ConfigError(
                 f"{dotted} is a section, not {as_written(value)}",
                 where=layer.where(dotted),
                 remedy=hint(dotted, value) or f"its keys are: {', '.join(inner.model_fields)}",
             )
+
+
+def _overrides(layer: Layer, dotted: str) -> bool:
+    """Whether the layer is an override of this section, or of one around it."""
+    return layer.named == dotted or (bool(layer.named) and dotted.startswith(f"{layer.named}."))
+
+
+def _take_back(dotted: str, name: str, into: Tree, origins: dict[str, str]) -> None:
+    """Remove what earlier layers give in a section, whose keys have their defaults then."""
+    into.pop(name, None)
+    for key in [key for key in origins if key.startswith(f"{dotted}.")]:
+        del origins[key]
+
+
+def _nothing_given(dotted: str, given: Mapping[str, object], layer: Layer) -> ConfigError:
+    """The error for an override by an empty section, which would change nothing."""
+    return ConfigError(
+        f"{dotted} is overridden by an empty section, which leaves its keys as they are: {', '.join(given)}",
+        where=layer.origin,
+        remedy=f"'{dotted}=null' sets all keys of the section to their defaults; '{dotted}.KEY=…' sets one",
+    )
 
 
 def _nothing_inside(dotted: str, previous: object, layer: Layer) -> ConfigError:

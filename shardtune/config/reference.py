@@ -35,7 +35,8 @@ data:
 - **Overrides.** Any key may be given on the command line, in
   [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/): `shardtune train recipe.yaml
   optim.lr=3e-5 'data.train_data_paths=[a.jsonl,{path: b.jsonl, weight: 2}]'`. `key=null` sets null, whose
-  meaning is in the tables below; `+key=` and `++key=` are the same as `key=`. Mappings with names of your choice
+  meaning is in the tables below; `section=null` sets all keys of a section to their defaults; `+key=` and `++key=`
+  are the same as `key=`. Mappings with names of your choice
   (`optim.args`) merge key by key, and `data.eval_data_paths.math=a.jsonl` sets one of several named sets;
   everything else is replaced.
 - **Flags.** `--actor.optim.lr 3e-5` is the same as `actor.optim.lr=3e-5`. A flag may be the last part of a key

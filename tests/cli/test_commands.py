@@ -312,6 +312,7 @@ def test_a_raw_prompt_is_gone_on_from(learned: Path) -> None:
     assert "--raw" in refused.err
 
 
+@pytest.mark.slow
 def test_final_stops_at_its_end_of_turn_in_plain_transformers(learned: Path) -> None:
     """In a process that knows nothing of shardtune."""
     code = (

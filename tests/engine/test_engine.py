@@ -477,9 +477,11 @@ print(awake, resident() - before)
 """
 
 
-def test_the_process_itself_becomes_smaller():
+def test_the_process_itself_becomes_smaller(tmp_path: Path):
     """160 MB: weights, gradients and two moments of 10 million parameters."""
-    outcome = subprocess.run([sys.executable, "-c", SLEEPER], capture_output=True, text=True, check=True)
+    script = tmp_path / "sleeper.py"
+    script.write_text(SLEEPER)
+    outcome = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     awake, asleep = map(float, outcome.stdout.split())
     assert awake > 155
     assert asleep < 0.1 * awake

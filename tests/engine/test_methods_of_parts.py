@@ -105,7 +105,7 @@ def built(module: Any, executor: Any, ranks: TrainEngine) -> TrainEngine:
     return engine.build(colocate_with=ranks, take_turns=False, **sizes)
 
 
-@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp", "tensor"])
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", pytest.param("ddp", marks=pytest.mark.slow), "tensor"])
 def test_parts_and_weights_in_methods(model: Path, two_ranks: TrainEngine, executor: Any) -> None:
     engine: Any = built(make(model, Scored), executor, two_ranks)
     engine.scores(NeedParallel(SAMPLES[:4]))
@@ -253,7 +253,7 @@ class InOneProcess(Parts, torch.nn.Module):
         return torch.nn.utils.clip_grad_norm_(self.parameters(), norm)
 
 
-@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp", "tensor"])
+@pytest.mark.parametrize("executor", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow), "ddp", "tensor"])
 def test_parts_of_a_module_of_whole_models(two_ranks: TrainEngine, executor: Any) -> None:
     rows = SAMPLES[:4]
     expected = InOneProcess()

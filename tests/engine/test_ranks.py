@@ -92,7 +92,9 @@ def test_two_ranks_are_plain_pytorch(model: Path, two: TrainEngine, executor: An
     check(model, two, executor)
 
 
-@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
+@pytest.mark.parametrize(
+    "executor", ["fsdp2", *(pytest.param(other, marks=pytest.mark.slow) for other in ("fsdp1", "ddp"))]
+)
 def test_four_ranks_are_plain_pytorch(model: Path, four: TrainEngine, executor: Any):
     check(model, four, executor)
 

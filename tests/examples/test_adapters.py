@@ -163,7 +163,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name: str, made: Path):
 # The others are checked by `make test-slow` and bench/adapters.py.
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("seq2seq", "time_series") else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
+    [name if name == "time_series" else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
 )
 def test_the_kit_finds_nothing_wrong(name: str, made: Path):
     """Two ranks and a fresh process, which take the kit the longest, are what the tests above are about."""

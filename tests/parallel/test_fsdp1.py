@@ -188,7 +188,7 @@ def alone() -> Told:
     return told
 
 
-@pytest.mark.parametrize(("ranks", "copies"), [(2, [1]), (4, [1, 2])])
+@pytest.mark.parametrize(("ranks", "copies"), [(2, [1]), pytest.param(4, [1, 2], marks=pytest.mark.slow)])
 def test_awkward_shapes_equal_one_process(ranks: int, copies: list[int], alone: Told) -> None:
     """Frozen, shared, scalar and unused parameters too, a unit in another, and units that are computed twice."""
     requests = [("fsdp1", replicate, "fp64", each) for replicate in copies for each in (False, True)]

@@ -90,7 +90,7 @@ def test_the_whole_guide(folder: Path) -> None:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("lora", [(), LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [(), pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_recipe_to_final(folder: Path, lora: tuple[str, ...]) -> None:
     """By a worker of one's own that predicts actions, on one rank and on two, with two micro-batches each."""
     worker, name = f"actor.worker={folder / 'your_worker.py'}:YourWorker", "lora" if lora else "full"

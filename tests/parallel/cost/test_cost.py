@@ -21,7 +21,6 @@ LLAMA_8B = ModelShape(4096, 32, 32, 8, 128, 14336, 128256)
 MACHINE = Machine()
 SHORT = {
     "FSDP2": "bf16",
-    "DDP": "fp32",
     "TP 2, gradient_checkpointing": "bf16",
     "SP 2": "fp32",
 }
