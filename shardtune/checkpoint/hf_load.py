@@ -32,6 +32,7 @@ __all__ = [
     "check_weights",
     "init_empty_weights",
     "initialise_weights",
+    "lacking_weights",
     "load_weights",
     "named_tensors",
     "save_pretrained",
@@ -139,6 +140,12 @@ def check_weights(
     growable = {id(parameter) for parameter in growing(model)} if grow else set()
     _check_shapes(assignments, targets, growable)
     return assignments, unexpected
+
+
+def lacking_weights(model: PreTrainedModel, model_path: str | Path, may_lack: MayLack) -> Collection[str]:
+    """The names of the tensors that a directory lacks and may lack; reads headers only."""
+    targets = _targets(model)
+    return may_lack(_missing(model, targets, assign(model, find_weights(model_path), targets)[0]))
 
 
 def _targets(model: PreTrainedModel) -> dict[str, BaseTensor]:

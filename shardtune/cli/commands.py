@@ -19,6 +19,7 @@ from shardtune.cli.installation import env, version
 from shardtune.cli.launch import launch
 from shardtune.cli.models import init, models
 from shardtune.cli.plan import plan
+from shardtune.cli.predict import predict
 from shardtune.cli.recipe import convert, explain_key, preview
 from shardtune.cli.replay import replay
 from shardtune.cli.report import report
@@ -90,6 +91,7 @@ app.command("train", cls=RecipeCommand)(train)
 app.command("eval", cls=RecipeCommand)(evaluate)
 app.command("generate")(generate)
 app.command("chat")(chat)
+app.command("predict")(predict)
 app.command("act")(act)
 app.command("export")(export)
 app.command("push")(push)

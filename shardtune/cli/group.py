@@ -20,7 +20,7 @@ SETTINGS: Mapping[str, object] = {
 SAME: Mapping[str, str] = {
     **dict.fromkeys(("sft", "finetune", "fine-tune", "ft", "fit"), "train"),
     **dict.fromkeys(("evaluate", "evaluation"), "eval"),
-    **dict.fromkeys(("inference", "infer", "predict"), "generate"),
+    **dict.fromkeys(("inference", "infer"), "generate"),
     "info": "env",
     **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
     "compare": "diff",

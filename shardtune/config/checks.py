@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardtune.config.layers import Merged
-from shardtune.config.model_names import BUILT_IN, POLICIES
+from shardtune.config.model_names import BUILT_IN, POLICIES, TASKS
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import DataConfig, DataEntry, OptimConfig, Recipe
 from shardtune.config.shown import as_written
@@ -288,7 +288,7 @@ def _episodes(context: Context) -> Iterator[ConfigError]:
     config, model = context.recipe.eval, context.recipe.actor.model
     if config.environment is None:
         return
-    if model.adapter is None and model.model_type in ("causal_lm", "vision_language"):
+    if model.adapter is None and model.model_type in ("causal_lm", "vision_language", *TASKS):
         yield context.problem(
             "eval.environment",
             f"eval.environment: {config.environment} needs a model that acts; {model.model_type} does not",
@@ -571,10 +571,10 @@ def _column_names(data: DataConfig) -> Iterator[Mapping[str, str]]:
 def _pixels(context: Context) -> Iterator[ConfigError]:
     actor = context.recipe.actor
     own = actor.model.adapter is None and actor.worker is None
-    if context.recipe.data.keep_pixels and own and actor.model.model_type == "causal_lm":
+    if context.recipe.data.keep_pixels and own and actor.model.model_type in ("causal_lm", *TASKS):
         yield context.problem(
             "data.keep_pixels",
-            "data.keep_pixels: true has no effect with model_type: causal_lm, which takes no images",
+            f"data.keep_pixels: true has no effect with model_type: {actor.model.model_type}, which takes no images",
             "leave it out, or set actor.model.model_type: vision_language",
         )
 

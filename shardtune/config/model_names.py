@@ -28,7 +28,16 @@ POLICIES = {
     "pi0": "pi0: flow matching beside PaliGemma (Black et al., 2024)",
 }
 """Ready policies for robots, by LeRobot's names."""
-BUILT_IN = ("causal_lm", "vision_language", "vision_language_action", *POLICIES)
+TASKS = {
+    "sequence_classifier": "a label for a text or a pair of texts (AutoModelForSequenceClassification)",
+    "token_classifier": "a label for each word of a sentence (AutoModelForTokenClassification)",
+    "regression": "a number for a text or a pair of texts",
+    "embedding": "a vector for a text, as a directory of sentence-transformers",
+    "reranker": "a score for a query and a document (a cross-encoder)",
+    "seq2seq": "text to text by an encoder-decoder such as T5 or BART (AutoModelForSeq2SeqLM)",
+}
+"""Tasks other than chat, and what their models give."""
+BUILT_IN = ("causal_lm", "vision_language", "vision_language_action", *TASKS, *POLICIES)
 """The system's own values of `actor.model.model_type`."""
 GROUP = "shardtune.adapters"
 """The entry-point group in which installed packages offer models."""

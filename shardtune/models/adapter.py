@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -193,6 +193,11 @@ class Adapter(ABC):
         return ()
 
     # Methods that few models override.
+
+    def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Collection[str]:
+        """Which tensors of a model of transformers may begin as its class initialises them, of those that the directory
+        of its weights lacks: a new head. By default none."""
+        return ()
 
     def row_terms(self) -> Mapping[str, float]:
         """Loss terms with the same weight for every row, besides those of `weights`."""

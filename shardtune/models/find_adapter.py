@@ -45,6 +45,7 @@ from shardtune.models.pretrained import (
     recipe_tokenizer,
 )
 from shardtune.models.registered_functions import MODEL_TYPES, registered_model, registered_parts, require_known
+from shardtune.models.tasks.names import task_class
 from shardtune.models.vision.processors import load_processor
 from shardtune.models.vision.vision_language import VisionLanguage
 
@@ -249,7 +250,7 @@ def _values(config: ModelConfig) -> ValueHeadConfig | None:
 
 
 def adapter_class(config: ModelConfig) -> type[Adapter] | None:
-    """The adapter class that a recipe names, a user's or that of a ready policy; None where it names none.
+    """The adapter class that a recipe names, a user's or that of a ready policy or task; None where it names none.
 
     Raises:
         ConfigError: it is no adapter, or breaks the contract of one.
@@ -263,7 +264,7 @@ def adapter_class(config: ModelConfig) -> type[Adapter] | None:
                 remedy="name a class that derives from shardtune.Adapter",
             )
     elif config.model_type in MODEL_TYPES:
-        return policy_class(config.model_type)
+        return policy_class(config.model_type) or task_class(config.model_type)
     else:
         found = next((entry for entry in registered(config.model_type) if _is_adapter(entry)), None)
     if found is not None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from shardtune.config import ActorConfig, ModelConfig, Recipe, load_recipe
+from shardtune.config.model_names import TASKS
 from shardtune.config.tree import get_value
 from shardtune.errors import ConfigError
 from shardtune.models.activation_checkpointing import set_execution
@@ -27,6 +28,7 @@ from shardtune.models.find_adapter import (
 from shardtune.models.policies.names import policy_class
 from shardtune.models.pretrained import load_config, load_tokenizer, no_model_path
 from shardtune.models.registered_functions import MODEL_TYPES, registered_model, registered_parts, with_overrides
+from shardtune.models.tasks.names import task_class
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.shard_units import choose_units
 
@@ -60,9 +62,9 @@ def get_model(
     if model_type == "vision_language_action":
         recipe = Recipe(actor=ActorConfig(model=with_overrides(config, override_config_kwargs)))
         adapter = vision_language_action(recipe, recipe.actor.model)
-    elif (policy := policy_class(model_type)) is not None:
+    elif (ready := policy_class(model_type) or task_class(model_type)) is not None:
         with init_empty_weights():
-            return policy.from_recipe(Recipe(actor=ActorConfig(model=config))).build()
+            return ready.from_recipe(Recipe(actor=ActorConfig(model=config))).build()
     else:
         kinds = {"causal_lm": causal_lm, "vision_language": vision_language}
         adapter = kinds.get(model_type, causal_lm)(config, overrides=override_config_kwargs)
@@ -94,7 +96,7 @@ def get_model_config_and_processor(
     if source is None:
         raise no_model_path()
     at = model if model.model_path is not None else model.model_copy(update={"model_path": source})
-    if model.model_type == "causal_lm":
+    if model.model_type == "causal_lm" or model.model_type in TASKS:
         config, processor = (
             load_config(at, classes=OWN_CONFIGS),
             load_tokenizer(source, trust_remote_code=model.trust_remote_code),

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor
 
 from shardtune.config import ActorConfig, ModelConfig
-from shardtune.config.model_names import POLICIES, known_names, registered_function, registered_processor
+from shardtune.config.model_names import POLICIES, TASKS, known_names, registered_function, registered_processor
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.check_length import check_made_length, check_stored_length
 from shardtune.models.check_sizes import check_sizes
@@ -20,6 +20,7 @@ MODEL_TYPES = {
     "causal_lm": "any causal language model of transformers, by its config.json",
     "vision_language": "any model of transformers that takes images and text, by its config.json and processor",
     "vision_language_action": "any of these with a robot's actions as tokens, and directories in OpenVLA's format",
+    **TASKS,
     **POLICIES,
 }
 """The system's own values of `actor.model.model_type`."""

@@ -36,7 +36,15 @@ PIPELINES = {
     "causal_lm": "text-generation",
     "vision_language": "image-text-to-text",
     "vision_language_action": "robotics",
+    "sequence_classifier": "text-classification",
+    "regression": "text-classification",
+    "token_classifier": "token-classification",
+    "embedding": "sentence-similarity",
+    "reranker": "text-ranking",
+    "seq2seq": "text2text-generation",
 }
+LIBRARIES = dict.fromkeys(("embedding", "reranker"), "sentence-transformers")
+"""By which models of a task are loaded, where it is not transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +142,7 @@ def _digest(text: str) -> str:
 
 def _metadata(record: RunRecord, directory: Path, adapter: bool) -> ModelCardData:
     in_transformers = (directory / "config.json").exists()
+    library = LIBRARIES.get(record.model["model_type"], "transformers")
     base = record.base_model
     more: dict[str, Any] = {**_license(record, base)}
     if base is not None:
@@ -142,7 +151,7 @@ def _metadata(record: RunRecord, directory: Path, adapter: bool) -> ModelCardDat
         base_model=base,
         datasets=record.datasets or None,
         tags=["shardtune", "sft", *(["lora"] if record.model["is_lora"] else [])],
-        library_name="peft" if adapter else "transformers" if in_transformers else None,
+        library_name="peft" if adapter else library if in_transformers else None,
         pipeline_tag=PIPELINES.get(record.model["model_type"]) if adapter or in_transformers else None,
         **more,
     )

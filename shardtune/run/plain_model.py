@@ -19,6 +19,7 @@ from shardtune.config import ModelConfig, Recipe, load_recipe
 from shardtune.config.paths import exists, user_path
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.pretrained import load_config, settings_directory
+from shardtune.run.described_task import described_task
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, holds_run
 from shardtune.run.overridden import EVERYTHING
@@ -113,14 +114,16 @@ class PlainModel(Run):
         base = _base_of(adapter) if adapter.is_file() else place
         trusted = any(name == base or Path(name).expanduser().resolve() == Path(base).resolve() for name in self._trust)
         config = _config_of(base, place, trusted)
+        task = described_task(settings_directory(place) or self.dir, config)
         model = {
             "model_path": base,
-            "model_type": _model_type(config, base, place),
+            "model_type": task.pop("model_type", None) or _model_type(config, base, place),
+            "options": task.pop("options", {}),
             "precision": PRECISIONS.get(config.dtype, "fp32"),
             "trust_remote_code": trusted,
             "is_lora": adapter.is_file(),
         }
-        recipe = load_recipe({"actor": {"model": model}}, in_memory=EVERYTHING, files_must_exist=False)
+        recipe = load_recipe({"actor": {"model": model}, "data": task}, in_memory=EVERYTHING, files_must_exist=False)
         return over_directory(recipe, self.dir) if adapter.is_file() else recipe
 
     def executable_recipe(self) -> Recipe:

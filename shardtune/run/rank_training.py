@@ -21,6 +21,7 @@ from shardtune.launch.progress import PROGRESS
 from shardtune.launch.signals import StopSignal
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
 from shardtune.models.lora.attach import trainable_patterns
+from shardtune.models.tasks.task import TASK_FILE
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.run.accelerate_settings import contradicted_settings
 from shardtune.run.choose_worker import Objects, unused_workers, user_code
@@ -170,8 +171,8 @@ class RankTraining:
         manifest = {**_manifest(recipe, self._objects, worker), "inputs": self._inputs, KNOWN: known}
         self.lock = begin_run(plan, recipe, manifest, self.lock)
         report_begun()
-        if NORMALIZER_FILE in worker.saved_files:  # for checkpoints; final/ has its own
-            write_json(plan.run_dir / NORMALIZER_FILE, worker.saved_files[NORMALIZER_FILE])
+        for name in {NORMALIZER_FILE, TASK_FILE} & worker.saved_files.keys():  # for checkpoints; final/ has its own
+            write_json(plan.run_dir / name, worker.saved_files[name])
         dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
         if dropped and self._display is not None:
             file, rows = plan.run_dir / DROPPED_ROWS, "row is" if dropped == 1 else "rows are"

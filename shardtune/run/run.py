@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardtune.checkpoint.atomic import publish, read_json
 from shardtune.checkpoint.checksums import complete_checksums
@@ -23,13 +24,14 @@ from shardtune.run.exporting import exporting
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
 from shardtune.run.model_card import CARD, RunRecord, make_card
 from shardtune.run.overridden import overridden
+from shardtune.run.predicting import predict
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.push import push
 from shardtune.run.trained_policy import TrainedPolicy, acting_policy
 from shardtune.training.loggers import SAMPLES, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.training.worker.exported_recipe import over_directory, with_normalizer
+from shardtune.training.worker.exported_recipe import over_directory, with_found
 from shardtune.training.worker.reported import evaluation_method
 from shardtune.training.worker.run_context import RunContext, silent
 
@@ -99,7 +101,7 @@ class Run:
         path = self.dir / FINAL if checkpoint == "final" else None
         if path is None:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
-            recipe = with_normalizer(recipe, self.dir)
+            recipe = with_found(recipe, self.dir)
             worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
             require_sound(damage_on_ranks(weights, worker.ranks), weights, "take another: --checkpoint N")
             worker.setup_evaluation(weights, context)
@@ -210,6 +212,25 @@ class Run:
             for prompt, images, tools, values in zip(prompt_list, image_lists, tool_lists, given, strict=True)
         ]
         return worker.generator().answers(encoded, sampling)
+
+    def predict(self, rows: Sequence[Mapping[str, Any]], *, checkpoint: str = "final") -> list[dict[str, Any]]:
+        """What the model of a task by name predicts for each row: a label, a number, a vector, a score, a text.
+
+        Args:
+            rows: as in training, without targets.
+            checkpoint: final, latest, best, a step, or a path.
+
+        Raises:
+            ConfigError: the model is of no task by name.
+            DataError: a row cannot be used.
+        """
+        return [line["prediction"] for line in self.predictions(rows, checkpoint=checkpoint)]
+
+    def predictions(
+        self, rows: str | Path | Sequence[Mapping[str, Any]], *, checkpoint: str = "final"
+    ) -> Iterator[dict[str, Any]]:
+        """As `predict`, one row after the other, each with its columns; `rows` may be a file."""
+        return predict(self.worker(checkpoint, *NO_EVALUATION), rows)
 
     def policy(
         self,

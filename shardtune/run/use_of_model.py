@@ -30,7 +30,46 @@ from safetensors.torch import load_model
 
 load_model(module, hf_hub_download("{repo}", "model.safetensors"))  # an instance of your own class
 """
-CLASSES = {"causal_lm": "AutoModelForCausalLM", "vision_language": "AutoModelForImageTextToText"}
+CLASSES = {
+    "causal_lm": "AutoModelForCausalLM",
+    "vision_language": "AutoModelForImageTextToText",
+    "sequence_classifier": "AutoModelForSequenceClassification",
+    "regression": "AutoModelForSequenceClassification",
+    "reranker": "AutoModelForSequenceClassification",
+    "token_classifier": "AutoModelForTokenClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
+TASK = """\
+{imports}
+
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
+{load}
+{use}
+"""
+SENTENCES = """\
+from sentence_transformers import {kind}
+
+model = {kind}("{repo}")
+{use}
+"""
+USES = {
+    "sequence_classifier": """\
+logits = model(**tokenizer("a text", return_tensors="pt")).logits
+print(model.config.id2label[int(logits.argmax())])""",
+    "regression": 'print(float(model(**tokenizer("a text", return_tensors="pt")).logits))',
+    "token_classifier": """\
+inputs = tokenizer(["some", "words"], is_split_into_words=True, return_tensors="pt")
+print([model.config.id2label[int(label)] for label in model(**inputs).logits[0].argmax(-1)])""",
+    "embedding": """\
+queries, documents = model.encode(["a query"], prompt_name="query"), model.encode(["a text"], prompt_name="document")
+print(model.similarity(queries, documents))""",
+    "reranker": 'print(model.predict([("a query", "a text")]))',
+    "seq2seq": """\
+output = model.generate(**tokenizer("a text", return_tensors="pt"), max_new_tokens=64)
+print(tokenizer.decode(output[0], skip_special_tokens=True))""",
+}
+"""Of the models of tasks by name."""
+BY_SENTENCE_TRANSFORMERS = {"embedding": "SentenceTransformer", "reranker": "CrossEncoder"}
 
 
 def usage(directory: Path, model_type: str, repo: str, base: str | None, *, adapter: bool) -> str:
@@ -45,13 +84,18 @@ def usage(directory: Path, model_type: str, repo: str, base: str | None, *, adap
     """
     if not adapter and not (directory / "config.json").exists():
         return _block(MODULE.format(repo=repo))
+    if model_type in BY_SENTENCE_TRANSFORMERS and not adapter:
+        return _block(SENTENCES.format(repo=repo, kind=BY_SENTENCE_TRANSFORMERS[model_type], use=USES[model_type]))
     kind = CLASSES.get(model_type, "AutoModel")
-    beside = "AutoTokenizer" if model_type == "causal_lm" else "AutoProcessor"
+    beside = "AutoTokenizer" if model_type in ("causal_lm", *USES) else "AutoProcessor"
     imports, load = f"from transformers import {kind}, {beside}", f'model = {kind}.from_pretrained("{repo}")'
     if adapter:
         imports = f"from peft import PeftModel\n{imports}"
         base_load = f'base = {kind}.from_pretrained("{base or "path/to/the/base/model"}")'
         load = f'{base_load}\nmodel = PeftModel.from_pretrained(base, "{repo}")'
+    if model_type in USES:
+        use = "" if model_type in BY_SENTENCE_TRANSFORMERS else USES[model_type]
+        return _block(TASK.format(repo=repo, imports=imports, load=load, use=use).rstrip() + "\n")
     if model_type != "causal_lm":
         return _block(IMAGES.format(repo=repo, imports=imports, load=load))
     ask = CHAT if (directory / "chat_template.jinja").exists() else PLAIN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypedDict
@@ -86,10 +87,18 @@ class Watch:
 
 
 def direction(mode: str, monitor: str) -> str:
-    """min or max; `auto` reads it off the name: accuracies and successes grow, everything else falls."""
+    """min or max; `auto` reads it off the name: accuracies, successes, F1, recall and the like grow, all else falls."""
     if mode != "auto":
         return mode
-    return "max" if "accuracy" in monitor or "success" in monitor else "min"
+    return "max" if GROWS.search(monitor) and not OF_LOSS.search(monitor) else "min"
+
+
+GROWS = re.compile(
+    r"accuracy|success|(^|[/_])(f1|precision|recall|mrr|spearman|pearson|rouge[12L]|exact_match)([/_]|$)"
+)
+"""In the names of metrics that are better if larger."""
+OF_LOSS = re.compile(r"/(loss|perplexity)(/|$)")
+"""In those of losses, whatever an evaluation set is called."""
 
 
 class Watches:

@@ -32,7 +32,7 @@ KNOWN = {"python", "yaml", "json", "toml", "console", ""}
 REQUIRED = {"actor.model.model_path": "model", "data.train_data_paths": "train.jsonl"}
 EXECUTED = ("README.md", "docs/getting-started.md", "docs/export.md")
 """Pages whose commands are not only parsed: they are run, from top to bottom, in one directory each."""
-WALKED = ("docs/add-a-model.md", "docs/losses.md", "docs/tutorials/distillation.md")
+WALKED = ("docs/add-a-model.md", "docs/losses.md", "docs/tasks.md", "docs/tutorials/distillation.md")
 """Pages that a reader follows from top to bottom in an empty directory: tests/docs/test_walked_pages.py."""
 RECIPE = """\
 actor:

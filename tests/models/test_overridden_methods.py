@@ -80,8 +80,9 @@ class Contrastive(WholeStepAdapter, Regressor):
         return LossSum(outputs["guess"].square().sum(), float(len(outputs["guess"])))
 
 
-ELSEWHERE = {"take_encoding_settings", "augmented", "augments"}
-"""Of processes that encode (models/action/test_normalizer.py), of augmentation (data/images/test_augmentation.py)."""
+ELSEWHERE = {"take_encoding_settings", "augmented", "augments", "new_weights"}
+"""Of processes that encode (models/action/test_normalizer.py), of augmentation (data/images/test_augmentation.py), and
+of directories of transformers (models/tasks/test_tasks.py)."""
 UNCALLED = (
     *UNCALLED_IN_WHOLE_STEPS,
     *ELSEWHERE,

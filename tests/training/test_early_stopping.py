@@ -33,6 +33,9 @@ def test_accuracies_and_successes_grow_and_losses_fall() -> None:
     assert direction("auto", "eval/eval_accuracy") == "max"
     assert direction("auto", "eval/math/token_accuracy") == "max"
     assert direction("auto", "eval/success") == direction("auto", "eval/success_low") == "max"
+    for name in ("f1", "f1_macro", "recall_at_10/size_64", "mrr", "spearman", "rougeL", "exact_match"):
+        assert direction("auto", f"eval/{name}") == direction("auto", f"eval/dev/{name}") == "max"
+    assert direction("auto", "eval/rmse") == direction("auto", "eval/accuracy_set/loss") == "min"
     assert direction("auto", "eval/episode_length") == "min"
     assert direction("auto", "eval/loss") == direction("auto", "eval/perplexity") == "min"
     assert direction("max", "eval/loss") == "max"

@@ -98,7 +98,10 @@ class ValueHeadConfig(Section):
 
 class ModelConfig(Section):
     model_type: Text = key(
-        "causal_lm", "causal_lm, vision_language, vision_language_action, or the name of a registered model."
+        "causal_lm",
+        "causal_lm, vision_language, vision_language_action; a task: sequence_classifier, token_classifier, "
+        "regression, embedding, reranker, seq2seq; a policy: act, diffusion, smolvla, pi0; or the name of a registered "
+        "model.",
     )
     model_path: Text | None = key(
         None,
@@ -114,7 +117,9 @@ class ModelConfig(Section):
     adapter: FunctionInFile | None = key(
         None, "Your class that describes the model, file.py:Class; null: the one of `model_type`."
     )
-    options: dict[str, object] = key({}, "Your worker's or adapter's own keys, checked by its Options class.")
+    options: dict[str, object] = key(
+        {}, "The keys of a task, a policy, or your worker or adapter, checked by its Options class."
+    )
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = key(
         "bf16", "The dtype of the computation; bf16 and fp16 keep weights and optimizer in fp32; fp64 is for proofs."
     )

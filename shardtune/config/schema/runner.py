@@ -29,7 +29,9 @@ class EarlyStopConfig(Section):
     enabled: bool = key(False, "End the run once `monitor` has stopped improving.")
     monitor: Text = key("eval/loss", "The metric to watch; the run must log it.")
     mode: Direction = key(
-        "auto", "Whether smaller or larger is better; auto: max for accuracies and success rates, otherwise min."
+        "auto",
+        "Whether smaller or larger is better; auto: max for accuracies, success rates, F1, recall and the like, "
+        "otherwise min.",
     )
     patience: Count = key(5, "Evaluations in a row without improvement after which the run ends.")
     min_delta: Number = key(0.0, "The smallest change of `monitor` that counts as an improvement.", ge=0)
@@ -40,7 +42,9 @@ class BestConfig(Section):
         None, "The metric that selects `checkpoints/best`, e.g. eval/eval_accuracy; null: no best checkpoint is kept."
     )
     mode: Direction = key(
-        "auto", "Whether smaller or larger is better; auto: max for accuracies and success rates, otherwise min."
+        "auto",
+        "Whether smaller or larger is better; auto: max for accuracies, success rates, F1, recall and the like, "
+        "otherwise min.",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardtune.config import Recipe, load_recipe
-from shardtune.config.model_names import BUILT_IN, POLICIES
+from shardtune.config.model_names import BUILT_IN, POLICIES, TASKS
 from shardtune.config.rank_layout import Layout
 from shardtune.config.user_code import import_plugins
 from shardtune.errors import ConfigError, ShardtuneError
@@ -268,7 +268,7 @@ def load(source: str | None, overrides: Sequence[str]) -> Recipe:
 def adapter_of(recipe: Recipe) -> Adapter:
     """The adapter of a recipe's model; a language model's needs no tokenizer."""
     config = recipe.actor.model
-    own = config.adapter is not None or config.model_type not in BUILT_IN or config.model_type in POLICIES
+    own = config.adapter is not None or config.model_type not in BUILT_IN or config.model_type in {**POLICIES, **TASKS}
     if own or config.model_type in ("vision_language", "vision_language_action") or has_tokenizer(recipe):
         return find_adapter(recipe)
     return causal_lm(config, wrap=recipe.actor.fsdp_config.wrap, data=recipe.data)

@@ -15,7 +15,7 @@ MOST_CHARTS = 60
 DIGITS = 5
 FIRST = ("train/loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second", "perf/samples_per_second")
 """The charts that come first."""
-LINEAR = ("learning_rate", "tokens_per_second", "samples_per_second", "accuracy", "success")
+LINEAR = ("learning_rate", "tokens_per_second", "samples_per_second", "accuracy", "success", "f1", "mrr")
 """Endings of metrics that are not drawn with a logarithmic axis at first."""
 LEFT_OUT = ("step", "epoch")
 LARGE_SPREAD = 50.0

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.checkpoint.hf_load import MayLack, lacking_weights
 from shardtune.checkpoint.module_weights import in_files
 from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
 from shardtune.config import LoraConfig, ModelConfig, Recipe
@@ -20,6 +21,7 @@ from shardtune.models.lora.init import changes_base, initialise_adapter
 from shardtune.models.new_tokens import KEY, grow_embeddings, token_ids
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+from shardtune.training.build.initial_weights import directory_of
 
 
 def new_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
@@ -42,12 +44,14 @@ def adapt(
     tokenizer: PreTrainedTokenizerBase | None,
     source: Callable[[], WeightSource] = lambda: None,
     new_parts: Sequence[str] = (),
+    may_lack: MayLack | None = None,
 ) -> list[str]:
     """Add the new embeddings and the adapter that the recipe configures, if any; before sharding.
 
     Args:
         source: returns the source of the initial weights; called only with an adapter.
         new_parts: modules that are trained in full beside the adapter, see `Adapter.new_parts`.
+        may_lack: which tensors of a model of transformers begin afresh, of those that its files lack; None: none do.
 
     Returns:
         Notes for the user.
@@ -69,7 +73,7 @@ def adapt(
     empty = all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter))
     afresh: list[str] = []
     if config.lora.load_from is None:
-        afresh = _drawn(model, source()) if empty else _not_in_files(model, config.model_path)
+        afresh = _drawn(model, source(), may_lack) if empty else _not_in_files(model, config.model_path)
     notes += attach_adapter(model, _with_parts(config.lora, new_parts), ids, afresh)
     if config.lora.load_from is not None:
         _check_parts(model, config.lora.load_from, new_parts)
@@ -109,8 +113,11 @@ def _check_parts(model: nn.Module, load_from: str, new_parts: Sequence[str]) -> 
             )
 
 
-def _drawn(model: nn.Module, source: WeightSource) -> list[str]:
+def _drawn(model: nn.Module, source: WeightSource, may_lack: MayLack | None) -> list[str]:
     """Modules with random weights while others are loaded from a file, for example a new head."""
+    if may_lack is not None and isinstance(model, PreTrainedModel) and isinstance(source, str | Path):
+        new = set(lacking_weights(model, directory_of(source), may_lack))
+        return _outermost(model, {name: name in new for name, _ in model.named_parameters()}) if new else []
     if not isinstance(source, Mapping) or all(value is None for value in source.values()):
         return []
     random = {

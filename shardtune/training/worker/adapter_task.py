@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardtune.batch import Metric, Sample
+from shardtune.batch import Batch, Metric, Sample
 from shardtune.config import Recipe
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.loader.order import derive_seed
@@ -28,6 +29,7 @@ from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, Langua
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.models.source_losses import SourceLosses
+from shardtune.models.tasks.task import Record, TaskRoot, TextTask
 from shardtune.models.value_loss import ValueLoss, explained, metrics_of
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
@@ -147,19 +149,34 @@ class AdapterTask(CachedRowsTask):
             return self._user_sets.evaluate(name, loader, info, evaluation)
         key = derive_seed(self.recipe.runner.seed, ROW_DRAWS)  # no step: each row is evaluated with the same draws
         blocks = ([replace(batch, key=key) for batch in block] for block in loader.blocks())
-        if self._whole_step is not None:
-            forward = self.methods.get_train_model_output
-            sums = self._whole_step.evaluate(forward, blocks, poll=evaluation.poll)
-        else:
-            batches = itertools.chain.from_iterable(blocks)
-            sums = sum_evaluation(self.measured, batches, evaluation.ranks, poll=evaluation.poll)
-        metrics = summarize(
-            explained(sums), self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None
-        )
+        sums, of_set = self._summed(blocks, evaluation)
+        token_term = self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None
+        metrics = summarize(explained(sums), token_term) | of_set
+        if isinstance(self.adapter, TextTask):
+            return Evaluated(metrics)
         if not self.recipe.eval.generate:
             return Evaluated(metrics)
         judged = self.generate(name, loader.rows, evaluation).judged
         return Evaluated(metrics | judged.metrics(), samples=judged.samples)
+
+    def _summed(
+        self, blocks: Iterator[Sequence[Batch]], evaluation: Evaluation
+    ) -> tuple[dict[str, Metric], dict[str, float]]:
+        """The sums of losses and metrics over a set, and of a task by name the metrics of the whole set."""
+        root = evaluation.model
+        with root.keeping() if isinstance(root, TaskRoot) else nullcontext({}) as kept:
+            if self._whole_step is not None:
+                forward = self.methods.get_train_model_output
+                sums = self._whole_step.evaluate(forward, blocks, poll=evaluation.poll)
+            else:
+                batches = itertools.chain.from_iterable(blocks)
+                sums = sum_evaluation(self.measured, batches, evaluation.ranks, poll=evaluation.poll)
+        if not isinstance(self.adapter, TextTask):
+            return sums, {}
+        everyone: dict[int, Record] = {}
+        for part in evaluation.ranks.gather(kept):
+            everyone |= part
+        return sums, self.adapter.set_metrics([everyone[row] for row in sorted(everyone)]) if everyone else {}
 
     def logits_of(self, root: LanguageRoot, tokens: torch.Tensor) -> torch.Tensor:
         if self._rows_share_forwards:
@@ -178,9 +195,13 @@ class AdapterTask(CachedRowsTask):
         return score.metrics()
 
     def metric_names(self) -> list[str] | None:
-        if not isinstance(self.adapter, LanguageModel):
+        if not isinstance(self.adapter, LanguageModel | TextTask):
             return None
         terms = self.loss_terms()
+        if isinstance(self.adapter, TextTask):
+            names = ["loss", *(f"loss/{term}" for term in terms if len(terms) > 1), *self.adapter.set_metric_names]
+            names = self._hooks.all_names(names)
+            return [f"eval/{name}/{key}" if name else f"eval/{key}" for name in self.prepared.evals for key in names]
         perplexity = ["perplexity"] if self.adapter.token_term in terms else []
         names = ["loss", *perplexity, "token_accuracy", *(f"loss/{term}" for term in terms if len(terms) > 1)]
         names += self.adapter.metric_names

@@ -26,6 +26,7 @@ from shardtune.models.find_adapter import find_adapter
 from shardtune.models.lora.attach import detach_adapter
 from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.recipe_hooks import Hooks
+from shardtune.models.tasks.seq2seq import Seq2Seq
 from shardtune.optim.build import check_optimizer
 from shardtune.parallel.ranks import num_ranks
 from shardtune.training.build.lora import is_adapter
@@ -220,7 +221,14 @@ def _check_called(kind: type[SFTWorker], name: str, callers: Sequence[str]) -> N
 
 
 def _check_generation(recipe: Recipe, adapter: Adapter) -> None:
-    if recipe.eval.generate and not isinstance(adapter, LanguageModel):
+    for key in ("num_samples", "answer_pattern", "match"):
+        if isinstance(adapter, Seq2Seq) and key in recipe.eval.model_dump(exclude_defaults=True):
+            raise ConfigError(
+                f"eval.{key} has no effect with model_type: seq2seq, whose answers to all rows are compared by ROUGE",
+                where=recipe.where(f"eval.{key}"),
+                remedy="leave it out",
+            )
+    if recipe.eval.generate and not isinstance(adapter, LanguageModel | Seq2Seq):
         raise ConfigError(
             f"eval.generate: {type(adapter).__name__} describes no language model, so it gives no answers",
             where=recipe.where("eval.generate"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +41,7 @@ from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, LanguageModel, LanguageRoot, WeightSource
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.pretrained import has_tokenizer, model_directory
+from shardtune.models.tasks.task import TextTask
 from shardtune.optim.build import build_optimizer
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks, num_ranks
@@ -131,6 +132,9 @@ class CachedRowsTask(Task):
 
     def initial_weights(self) -> WeightSource:
         return None if self.recipe.actor.model.from_scratch else self.adapter.initial_weights()
+
+    def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Collection[str]:
+        return self.adapter.new_weights(model, missing)
 
     @property
     def builds_by_class(self) -> bool:
@@ -300,7 +304,9 @@ class CachedRowsTask(Task):
             raise ModelError(
                 f"{type(self.adapter).__name__} describes no language model, so it gives no answers",
                 where="actor.model.adapter",
-                remedy="use shardtune eval; answers need an adapter that derives from shardtune's LanguageModel",
+                remedy="use shardtune predict RUN"
+                if isinstance(self.adapter, TextTask)
+                else "use shardtune eval; answers need an adapter that derives from shardtune's LanguageModel",
             )
         return encoder
 
@@ -426,13 +432,17 @@ class CachedRowsTask(Task):
         changes, rows = self.changes(), self.rows
         if changes is not None and rows is not None:
             changes(rows.row(rows.first_trained), DataState(), rows.first_trained)
-        adapt(model, recipe, self.text.tokenizer, self.initial_weights, self.new_parts)
+        new = partial(self.new_weights, model)
+        adapt(model, recipe, self.text.tokenizer, self.initial_weights, self.new_parts, new)
         freeze(model, config.freeze)
         self.adapter.shard_units(model)
         source = self.initial_weights()
         if isinstance(model, PreTrainedModel) and isinstance(source, (str, Path)):
-            directory, lacking = model_directory(str(source)), may_lack(self.new_parts)
-            known = None if lacking is None else partial(lacking, directory)
+            directory, parts = model_directory(str(source)), may_lack(self.new_parts)
+
+            def known(missing: Sequence[str]) -> Collection[str]:
+                return {*new(missing), *(parts(directory, missing) if parts is not None else ())}
+
             check_weights(model, directory, grow=bool(recipe.actor.added_tokens), may_lack=known)
         check_stored(model, config)
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from shardtune.checkpoint.atomic import read_json
 from shardtune.config import ActorConfig, Recipe, load_recipe
-from shardtune.config.model_names import BUILT_IN
+from shardtune.config.model_names import BUILT_IN, TASKS
 from shardtune.config.values import WORKERS
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
 from shardtune.models.action.tokens import STATISTICS_FILE
+from shardtune.models.tasks.task import TASK_FILE
 from shardtune.training.build.lora import is_adapter
 
 ACTS = "vision_language_action"
@@ -25,6 +28,7 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     values, users_code = recipe.to_dict(), _runs_users_code(recipe.actor)
     model, tokenizer = values["actor"]["model"], values["actor"]["tokenizer"]
     has_tokenizer = (directory / "tokenizer_config.json").is_file()
+    values = _with_found(values, directory)
     statistics = NORMALIZER_FILE
     if is_adapter(directory) and recipe.actor.model.model_type == ACTS:  # a whole model has them in its config.json
         statistics = STATISTICS_FILE
@@ -48,14 +52,23 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     return load_recipe(values, in_memory=in_memory, files_must_exist=False)
 
 
-def with_normalizer(recipe: Recipe, run_dir: Path) -> Recipe:
-    """The same recipe with the normalizer that a run keeps, if it has one: then its training rows are not needed."""
-    if not (run_dir / NORMALIZER_FILE).is_file():
+def with_found(recipe: Recipe, run_dir: Path) -> Recipe:
+    """The same recipe with what a run has found in its training rows and keeps: the normalizer of a policy, the labels
+    of a task. Then those rows are not needed."""
+    if not any((run_dir / name).is_file() for name in (NORMALIZER_FILE, TASK_FILE)):
         return recipe
-    values = recipe.to_dict()
-    values["actor"]["model"]["action_statistics"] = str(run_dir / NORMALIZER_FILE)
+    values = _with_found(recipe.to_dict(), run_dir)
+    if (run_dir / NORMALIZER_FILE).is_file():
+        values["actor"]["model"]["action_statistics"] = str(run_dir / NORMALIZER_FILE)
     in_memory = ["actor.model.model_path", "data.train_data_paths", "data.eval_data_paths"]
     return load_recipe(values, in_memory=in_memory, files_must_exist=False)
+
+
+def _with_found(values: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The values with the options of a task, those that were found in the training rows among them."""
+    if values["actor"]["model"]["model_type"] in TASKS and (directory / TASK_FILE).is_file():
+        values["actor"]["model"]["options"] |= read_json(directory / TASK_FILE)["options"]
+    return values
 
 
 def _runs_users_code(actor: ActorConfig) -> bool:

@@ -122,6 +122,7 @@ class ModelExport:
 
     def _write_files(self, directory: Path) -> None:
         for name, content in self._text.files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
             if isinstance(content, bytes):
                 (directory / name).write_bytes(content)
             else:

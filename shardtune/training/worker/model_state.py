@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -59,6 +59,7 @@ class ModelSource(Protocol):
     def new_parts(self) -> Sequence[str]: ...
     def inner_model(self, model: nn.Module) -> nn.Module: ...
     def initial_weights(self) -> WeightSource: ...
+    def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Collection[str]: ...
     def build_again(self) -> nn.Module: ...
     def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]: ...
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel: ...
@@ -152,7 +153,7 @@ class ModelState:
         actor = self._recipe.actor
         share_values(self.inner, self._ranks)
         parts = self._source.new_parts
-        self.notes += adapt(self.inner, self._recipe, self._tokenizer, self._source.initial_weights, parts)
+        self.notes += adapt(self.inner, self._recipe, self._tokenizer, self._source.initial_weights, parts, self._new)
         freeze(self.inner, actor.model.freeze)
         parallel = self._source.apply_model_parallel(self.inner, self._ranks)
         units, note = self._source.shard_units(self.inner)
@@ -207,8 +208,21 @@ class ModelState:
             frozen=frozen_dtype(actor.model),
             grow=bool(actor.added_tokens),
             by_class=self._source.builds_by_class,
-            may_lack=may_lack(self._source.new_parts) if exported is None else None,
+            may_lack=self._lacking(may_lack(self._source.new_parts) if exported is None else None),
         )
+
+    def _new(self, missing: Sequence[str]) -> Collection[str]:
+        return self._source.new_weights(self.inner, missing)
+
+    def _lacking(
+        self, parts: Callable[[Path, Sequence[str]], Collection[str]] | None
+    ) -> Callable[[Path, Sequence[str]], Collection[str]]:
+        """Which of some names a directory may lack: those of new parts, and those that the source begins anew."""
+
+        def lacking(directory: Path, missing: Sequence[str]) -> Collection[str]:
+            return {*self._new(missing), *(parts(directory, missing) if parts is not None else ())}
+
+        return lacking
 
     def _take_average(self, checkpoint: Path) -> None:
         """Put the averaged weights of a checkpoint into the model, where the recipe evaluates them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -107,6 +107,10 @@ class Task(ABC):
     @abstractmethod
     def initial_weights(self) -> WeightSource:
         """The initial weights of a model built without memory; None: from the module's own constructor."""
+
+    def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Collection[str]:
+        """Which tensors may begin as the model's class initialises them, of those that its files lack."""
+        return ()
 
     @property
     @abstractmethod

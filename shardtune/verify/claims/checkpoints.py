@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,21 +31,15 @@ class TensorDifference:
     text: str
 
 
-def tensor_difference(
-    one: Path, other: Path, *, close: float = 0.0, least: float = 0.0, parts: Sequence[str] = PARTS
-) -> TensorDifference | None:
+def tensor_difference(one: Path, other: Path) -> TensorDifference | None:
     """The first tensor in which two checkpoints differ; None where there is none.
 
     Args:
         one: a checkpoint.
         other: another, of the same model on any number of ranks.
-        close: the difference allowed, see `gap_of`; 0: the tensors are equal bit by bit.
-        least: the size that a tensor is taken to have at least, in which its difference is measured: one whose gradient
-            is zero but for rounding, as the bias of attention's keys, is moved by nothing but rounding.
-        parts: of the checkpoints.
     """
-    kept = [AVERAGE] if (one / AVERAGE).is_dir() and len(parts) > 1 else []
-    for part in (*parts, *kept):
+    kept = [AVERAGE] if (one / AVERAGE).is_dir() else []
+    for part in (*PARTS, *kept):
         first, second = (StoredTensors(checkpoint / part) for checkpoint in (one, other))
         if first.names != second.names:
             alone = sorted({*first.names} ^ {*second.names})
@@ -57,8 +50,8 @@ def tensor_difference(
             left, right = first[name], second[name]
             if left.shape == right.shape and left.dtype == right.dtype and same_bits(left, right):
                 continue
-            gap = gap_of(left, right, least)
-            if gap > close:
+            gap = gap_of(left, right)
+            if gap > 0.0:
                 return TensorDifference(part, name, gap, f"the {WHERE[part]} {name} differ by {gap:.2g} of their size")
     return None
 
@@ -75,15 +68,12 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(left, right)
 
 
-def gap_of(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
-    """The largest difference between elements over the largest element, or over `least` where that is larger.
-
-    It is infinite where it cannot be computed.
-    """
+def gap_of(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference between elements over the largest element; infinite where it cannot be computed."""
     if one.shape != other.shape:
         return float("inf")
     left, right = one.double(), other.double()
-    size = max(float(left.abs().max()), float(right.abs().max()), least) if left.numel() else 0.0
+    size = max(float(left.abs().max()), float(right.abs().max())) if left.numel() else 0.0
     gap = float((left - right).abs().max()) if left.numel() else 0.0
     if gap == 0.0:
         return 0.0

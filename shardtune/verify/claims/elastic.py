@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from shardtune.verify.claims.checkpoints import tensor_difference
 from shardtune.verify.claims.evidence import LOSS, NORM, first_difference, largest_gap
 from shardtune.verify.claims.exact import CLOSE
-from shardtune.verify.claims.ground import ground_of
+from shardtune.verify.claims.ground import Ground, ground_of
 from shardtune.verify.claims.resume import require_stopped
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed, Skipped
@@ -35,9 +34,9 @@ def check_elastic(runs: ShortRuns) -> str:
         one, *others = runs.several(fixed)
         changed = {way: run.result() for way, run in change_of.items()}
     for other in others:
-        _require_same(one, other, runs, f"{other.recipe.runner.nproc_per_node} ranks")
+        _require_same(one, other, ground, f"{other.recipe.runner.nproc_per_node} ranks")
     for (first, then), other in changed.items():
-        _require_same(one, other, runs, f"{first} and then {then} ranks")
+        _require_same(one, other, ground, f"{first} and then {then} ranks")
         others.append(other)
     gap = max(largest_gap(one.evidence, other.evidence) for other in others)
     numbers = ", ".join(map(str, ground.ranks))
@@ -56,7 +55,7 @@ def _changed(runs: ShortRuns, changes: Mapping[str, object], first: int, then: i
     return run
 
 
-def _require_same(one: ShortRun, other: ShortRun, runs: ShortRuns, what: str) -> None:
+def _require_same(one: ShortRun, other: ShortRun, ground: Ground, what: str) -> None:
     base = f"{one.recipe.runner.nproc_per_node} rank{'s' if one.recipe.runner.nproc_per_node > 1 else ''}"
     found = first_difference(one.evidence, other.evidence, close=CLOSE)
     if found is not None:
@@ -68,12 +67,8 @@ def _require_same(one: ShortRun, other: ShortRun, runs: ShortRuns, what: str) ->
             if rows
             else DRAWS,
         )
-    for step in range(1, runs.steps + 1):
-        pair, least = (one.checkpoint(step), other.checkpoint(step)), one.recipe.actor.optim.lr
-        apart = tensor_difference(*pair, close=CLOSE, least=least, parts=("model",))
-        if apart is not None:
-            raise Failed(
-                f"{base} and {what} part after step {step}: {apart.text}",
-                where=f"step {step}: {apart.name}",
-                remedy=DRAWS,
-            )
+    gap, _ = ground.parting(one, other)
+    if gap is not None:
+        raise Failed(
+            f"{base} and {what} part after step {gap.step}: {gap}", where=f"step {gap.step}: {gap.name}", remedy=DRAWS
+        )

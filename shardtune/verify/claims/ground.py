@@ -8,10 +8,11 @@ from threading import Lock, RLock
 
 from shardtune.errors import ConfigError
 from shardtune.verify.claims.dropout import PLUGIN, random_settings
-from shardtune.verify.claims.exact import in_fp64
-from shardtune.verify.claims.numbers import gaps
+from shardtune.verify.claims.exact import CLOSE, in_fp64
+from shardtune.verify.claims.numbers import Gap, first_over, gaps, largest, run_gaps
 from shardtune.verify.claims.plain_run import PlainRun, PlainSide
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
+from shardtune.verify.result import Skipped
 
 ONE_PROCESS: Mapping[str, object] = {
     "actor.training_backend": "fsdp",
@@ -122,12 +123,24 @@ class Ground:
     def sensitivity(self) -> Mapping[tuple[int, str], float]:
         """By step and name, the difference of a number that the recipe's own rounding explains.
 
-        A compiler fuses roundings to fp32 away, and the attention that transformers calls eager rounds to fp32.
+        A compiler fuses roundings to fp32 away, and the attention that transformers calls eager rounds to fp32. Weights
+        are measured as in `run_gaps`. Empty where there is no plain run to measure it on.
         """
-        plain = self.plain()
-        rounded = plain.rounds or self.runs.recipe.actor.model.compile
-        noisy = self.plain(noise=LAST_BIT["fp32" if rounded else "fp64"])
-        return {(gap.step, gap.name): TIMES * gap.size for gap in gaps(plain, noisy)}
+        try:
+            plain = self.plain()
+            rounded = plain.rounds or self.runs.recipe.actor.model.compile
+            noisy = self.plain(noise=LAST_BIT["fp32" if rounded else "fp64"])
+        except Skipped:
+            return {}
+        least = self.runs.recipe.actor.optim.lr
+        return {(gap.step, gap.name): TIMES * gap.size for gap in gaps(plain, noisy, least=least)}
+
+    def parting(self, expected: ShortRun, found: ShortRun) -> tuple[Gap | None, float]:
+        """The first difference of two runs that the recipe's own rounding does not explain, and the largest of all."""
+        every = run_gaps(expected, found)
+        if largest(every) <= CLOSE:
+            return None, largest(every)
+        return first_over(every, self.sensitivity, CLOSE), largest(every)
 
 
 @lru_cache(maxsize=1)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from shardtune.config import LoraConfig, Recipe
 from shardtune.config.tree import get_value
 from shardtune.errors import ConfigError
-from shardtune.verify.claims.exact import CLOSE
 from shardtune.verify.claims.ground import ONE_PROCESS, Ground, comparable_ground_of
-from shardtune.verify.claims.numbers import Gap, Recorded, first_over, gaps, largest
+from shardtune.verify.claims.numbers import Gap, Recorded, gaps, run_gaps
 from shardtune.verify.claims.parity import on_ranks
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed
@@ -173,7 +172,7 @@ def _active(ground: Ground, ranks: int) -> list[Switch]:
 
 def _require_simple(ground: Ground, simple: ShortRun, run: ShortRun) -> float:
     """Refuse a layout that parts from the simplest one; returns the largest difference."""
-    gap, worst = _parting(ground, simple, run)
+    gap, worst = ground.parting(simple, run)
     if gap is None:
         return worst
     ranks = run.recipe.runner.nproc_per_node
@@ -188,11 +187,11 @@ def _require_simple(ground: Ground, simple: ShortRun, run: ShortRun) -> float:
             found, expected = ground.runs.several([without, reference])
         except ConfigError:
             return True  # another part needs one of these, so the difference cannot be removed in this way
-        return _parting(ground, expected, found)[0] is not None
+        return ground.parting(expected, found)[0] is not None
 
     simple_changes = {**ground.changes, **_simplest(ground)}
     blame = find_switch(_active(ground, ranks), differs)
-    weight = next(found for found in _gaps(simple, run) if found.step == gap.step and found.is_weight)
+    weight = next(found for found in run_gaps(simple, run) if found.step == gap.step and found.is_weight)
     raise Failed(
         f"on {on_ranks([ranks])} the recipe parts from one process in step {gap.step}: {gap}; of the weights after it "
         f"{weight.name} is furthest away ({weight.size:.2g} of its size); {_blamed(blame)}",
@@ -209,18 +208,6 @@ def _blamed(blame: Blame | None) -> str:
     return "; ".join(
         [*before, f"without {blame.switch.name} it does not: {blame.switch.name} makes the difference"]
     ) + (together)
-
-
-def _parting(ground: Ground, expected: ShortRun, found: ShortRun) -> tuple[Gap | None, float]:
-    """The first difference that the recipe's own rounding does not explain, and the largest of all."""
-    every = _gaps(expected, found)
-    if largest(every) <= CLOSE:
-        return None, largest(every)
-    return first_over(every, ground.sensitivity, CLOSE), largest(every)
-
-
-def _gaps(expected: ShortRun, found: ShortRun) -> list[Gap]:
-    return list(gaps(Recorded(expected), Recorded(found), least=found.recipe.actor.optim.lr))
 
 
 def _rounding(laid_out: ShortRun, rounded: ShortRun, exact: ShortRun, precision: str) -> str:

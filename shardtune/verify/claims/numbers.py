@@ -92,6 +92,11 @@ def gaps(expected: Numbers, found: Numbers, *, least: float = 0.0) -> Iterator[G
         yield from (Gap(number, name, size) for size, name in sorted(sizes, key=lambda pair: -pair[0]))
 
 
+def run_gaps(expected: ShortRun, found: ShortRun) -> list[Gap]:
+    """`gaps` of two shortened runs; a weight that rounding alone moves is measured by the learning rate."""
+    return list(gaps(Recorded(expected), Recorded(found), least=found.recipe.actor.optim.lr))
+
+
 def largest(found: Iterable[Gap]) -> float:
     """The largest relative difference."""
     return max((gap.size for gap in found), default=0.0)

@@ -1,0 +1,55 @@
+"""`shardtune predict`: what the model of a task gives for rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardtune.cli.arguments import Checkpoint, Trust
+from shardtune.errors import ConfigError
+
+
+def predict(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_MODEL",
+            help="A run directory, a model directory (final/, an export, a classifier or encoder of transformers, "
+            "sentence-transformers or PEFT), or a name on the Hub.",
+        ),
+    ],
+    text: Annotated[list[str] | None, typer.Argument(metavar="[TEXT …]", help="Texts, each a row.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="A file with rows as in training, without the target; answered in order.")
+    ] = None,
+    checkpoint: Checkpoint = "final",
+    trust: Trust = None,
+) -> None:
+    """Print predictions, a JSON line for each row: a label with its probabilities, a number, a vector, a score, a text.
+
+    It is for the tasks that model.model_type names: sequence_classifier, token_classifier, regression, embedding,
+    reranker, seq2seq. Each line has the row's columns and `prediction`, and `truncated` where the row was cut.
+
+    **Examples**
+
+    ```text
+    shardtune predict runs/reviews "what a film"
+    shardtune predict runs/reviews --file unlabelled.jsonl > labelled.jsonl
+    shardtune predict runs/search --file documents.jsonl --checkpoint best
+    shardtune predict exported "what a film"
+    ```
+    """
+    if bool(text) == (file is not None):
+        raise ConfigError(
+            "a text and --file exclude each other" if text else "there is no text and no --file",
+            where="shardtune predict",
+            remedy=f'shardtune predict {run} "a text", or --file rows.jsonl',
+        )
+    from shardtune.run.plain_model import load_run_or_model
+
+    rows = file if file is not None else [{"text": one} for one in text or ()]
+    for line in load_run_or_model(run, trust=trust or ()).predictions(rows, checkpoint=checkpoint):
+        typer.echo(json.dumps(line, ensure_ascii=False, default=str))

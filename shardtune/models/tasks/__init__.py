@@ -1,0 +1,1 @@
+"""Tasks by name: classifiers, regression, embeddings, rerankers, encoder-decoders; an adapter in one file each."""

@@ -1,0 +1,155 @@
+"""Text to text by an encoder-decoder (T5, BART and the like): `AutoModelForSeq2SeqLM`.
+
+Rows: {source, target}, also under names such as {document, summary}. The loss is a mean over the tokens of all targets.
+With `eval.generate` answers are written by beam or greedy search and compared with the targets by ROUGE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForSeq2SeqLM
+
+from shardtune.batch import IGNORED, Batch, LossSum
+from shardtune.data.encoder import Row
+from shardtune.models.tasks.columns import SOURCE, TARGET, column_of, text_of
+from shardtune.models.tasks.encoder import PADDED
+from shardtune.models.tasks.metrics import installed, rouge
+from shardtune.models.tasks.task import Outputs, Record, TextTask
+from shardtune.models.user_metrics import Prediction
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+class Seq2SeqOptions(BaseModel):
+    """Options of an encoder-decoder.
+
+    Attributes:
+        source_prefix: put before every source, such as "summarize: ".
+        num_beams: of a generated answer; 1: greedy.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    source_prefix: str = ""
+    num_beams: int = Field(1, ge=1)
+
+
+class Seq2Seq(TextTask):
+    """A text to another text."""
+
+    Options = Seq2SeqOptions
+    auto = AutoModelForSeq2SeqLM
+    libraries = ("rouge_score",)
+    token_fields = ("input_ids", "target")
+    padding: ClassVar[Mapping[str, float]] = {"input_ids": PADDED, "token_type_ids": 0, "target": PADDED}
+    row_form = "{source, target}"
+
+    def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Sequence[str]:
+        """None: an encoder-decoder is whole."""
+        return ()
+
+    def columns(self, row: Row) -> Sequence[str | None]:
+        return (column_of(row, SOURCE), column_of(row, TARGET))
+
+    def encode_text(self, row: Row) -> dict[str, Any]:
+        return self.tokens(self.options.source_prefix + text_of(row, SOURCE, "the text", self.row_form))
+
+    def encode_target(self, row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
+        target = text_of(row, TARGET, "the text to be written", self.row_form)
+        return {"target": np.asarray(self.tokenizer(text_target=target, verbose=False)["input_ids"])}
+
+    def no_target(self, row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {"target": np.zeros(0, np.int64)}
+
+    def weights(self, sample: Any) -> Mapping[str, float]:
+        return {"loss": float(len(sample.fields["target"]))}
+
+    @property
+    def writes(self) -> bool:
+        """Whether evaluation generates answers."""
+        return self.recipe.eval.generate
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """`logits` [rows, tokens, vocabulary]: given labels, the model shifts them to the inputs of its decoder."""
+        labels = self._labels(batch)
+        return {"logits": model(**self._source(batch), labels=labels, use_cache=False).logits}
+
+    def _source(self, batch: Batch) -> dict[str, torch.Tensor]:
+        found = self.inputs(batch)
+        found.pop("token_type_ids", None)
+        return found
+
+    def _labels(self, batch: Batch) -> torch.Tensor:
+        return torch.where(batch["target"] == PADDED, IGNORED, batch["target"]).long()
+
+    def loss_of(self, outputs: Outputs, batch: Batch) -> LossSum:
+        labels = self._labels(batch).flatten()
+        total = functional.cross_entropy(outputs["logits"].flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+        return LossSum(total, int((labels != IGNORED).sum()))
+
+    def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
+        labels = self._labels(batch)
+        chosen = labels != IGNORED
+        logits = self.outputs(model, batch)["logits"][chosen]
+        yield Prediction(logits, labels[chosen], torch.ones(len(logits), device=logits.device))
+
+    def measured_outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        written = self.predicted_outputs(model, batch) if self.writes else {}
+        return {**self.outputs(model, batch), **written}
+
+    def predicted_outputs(self, model: Any, batch: Batch) -> Outputs:
+        """`written` [rows, tokens]; ranks keep step."""
+        evaluation = self.recipe.eval
+        sampling = {"do_sample": True, "temperature": evaluation.temperature} if evaluation.temperature else {}
+        written = model.generate(
+            **self._source(batch),
+            max_new_tokens=evaluation.max_new_tokens,
+            num_beams=self.options.num_beams,
+            synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
+            **{"do_sample": False, **sampling},
+        )
+        return {"written": written}
+
+    def records(self, outputs: Outputs, batch: Batch) -> list[Record]:
+        found: list[dict[str, Any]] = [{} for _ in batch["target"]]
+        targets = batch["target"].cpu().numpy()
+        if "logits" in outputs:
+            right = (outputs["logits"].argmax(-1) == batch["target"]).sum(1).tolist()
+            for one, each, target in zip(found, right, targets, strict=True):
+                one |= {"right": each, "tokens": int((target != PADDED).sum())}
+        if "written" in outputs:
+            answers = self.tokenizer.batch_decode(outputs["written"].tolist(), skip_special_tokens=True)
+            for one, answer, target in zip(found, answers, targets, strict=True):
+                reference = self.tokenizer.decode(target[target != PADDED], skip_special_tokens=True)
+                one |= {"text": answer.strip(), "reference": str(reference).strip()}
+        return [*found]
+
+    @property
+    def set_metric_names(self) -> Sequence[str]:
+        written = ("exact_match", *(ROUGE if installed(*self.libraries) else ())) if self.writes else ()
+        return ("token_accuracy", *written)
+
+    def set_metrics(self, records: Sequence[Record]) -> dict[str, float]:
+        found = {"token_accuracy": sum(one["right"] for one in records) / sum(one["tokens"] for one in records)}
+        if not self.writes:
+            return found
+        references, answers = ([one[name] for one in records] for name in ("reference", "text"))
+        found["exact_match"] = sum(map(str.__eq__, references, answers)) / len(records)
+        return found | (rouge(references, answers) if installed(*self.libraries) else {})
+
+    def notes(self) -> Sequence[str]:
+        return super().notes() if self.writes else ()
+
+    def prediction(self, record: Record) -> dict[str, Any]:
+        return {"text": record["text"]}
+
+    def examples(self) -> Sequence[Row]:
+        return [{"source": "a word " * (1 + number % 3), "target": "word " * (1 + number % 2)} for number in range(8)]

@@ -1,0 +1,318 @@
+"""What the tasks by name share: a model of transformers, texts as padded tokens, metrics over whole evaluation sets."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardtune.batch import Batch, LossSum, Sample
+from shardtune.data.encoder import Row
+from shardtune.errors import ModelError
+from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
+from shardtune.models.adapter import Evaluation as Evaluated
+from shardtune.models.mixed_precision import compute_in
+from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config
+from shardtune.models.tasks.encoder import PADDED, TextEncoder, require_tokens
+from shardtune.models.tasks.metrics import installed
+from shardtune.models.user_metrics import Measure, checked
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+
+TASK_FILE = "task.json"
+"""Beside the weights: the task's name, the longest row, and options that the training rows decide, such as labels."""
+Record = Mapping[str, Any]
+"""What the metrics of a set and predictions are computed from, of one row."""
+Outputs = Mapping[str, torch.Tensor]
+
+
+class TextTask(Adapter):
+    """An adapter of a named task on a model of transformers.
+
+    A subclass has `auto`, `columns`, `encode_text`, `encode_target`, `outputs`, `loss_of`, `records`, `set_metrics` and
+    `prediction`. Fields of tokens are padded with -1; `inputs` replaces that by the model's padding token.
+
+    Attributes:
+        auto: the class of transformers that makes the model.
+        token_fields: the fields that hold token ids.
+        row_form: what a row has, for messages.
+    """
+
+    auto: ClassVar[Any]
+    token_fields: ClassVar[Sequence[str]] = ("input_ids",)
+    padding: ClassVar[Mapping[str, float]] = {"input_ids": PADDED, "token_type_ids": 0}
+    reads = ("actor.model.config_overrides", "actor.model.attn_implementation")
+    row_form: ClassVar[str]
+
+    # The model.
+
+    @cached_property
+    def loaded_config(self) -> PreTrainedConfig:
+        """The model's config as it is in its directory, with the recipe's overrides."""
+        return load_config(self.recipe.actor.model)
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The model's config, with what the task sets in it."""
+        config = deepcopy(self.loaded_config)
+        if config.pad_token_id is None:
+            pad = self.tokenizer.pad_token_id
+            config.pad_token_id = pad if pad is not None else self.tokenizer.eos_token_id
+        check_vocabulary(self.tokenizer, config, self.recipe.actor.added_tokens)
+        self.configure(config)
+        return config
+
+    def configure(self, config: PreTrainedConfig) -> None:
+        """Set what the task needs in the model's config."""
+
+    def build(self) -> PreTrainedModel:
+        requested = self.recipe.actor.model.attn_implementation
+        try:
+            return self.auto.from_config(
+                self.config,
+                dtype=torch.float32,
+                attn_implementation=None if requested == "auto" else requested,
+                trust_remote_code=self.recipe.actor.model.trust_remote_code,
+                **self.build_arguments(),
+            )
+        except (ValueError, ImportError, KeyError) as error:
+            name = self.recipe.actor.model.model_type
+            raise ModelError(
+                f"transformers makes no {name} of {self.recipe.actor.model.model_path}: {str(error).splitlines()[0]}",
+                where=f"{MODEL_PATH}, actor.model.attn_implementation: {requested}",
+                remedy=f"give a model that {self.auto.__name__} takes: its config.json has model_type "
+                f"{self.config.model_type!r}",
+            ) from error
+
+    def build_arguments(self) -> Mapping[str, Any]:
+        """Further arguments of `from_config`."""
+        return {}
+
+    @property
+    def builds_by_class(self) -> bool:
+        return True
+
+    def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Collection[str]:
+        """What the task puts on a base model: its head, and a pooling layer that not every checkpoint has."""
+        assert isinstance(model, PreTrainedModel)
+        inside = f"{model.base_model_prefix}."
+        return [name for name in missing if not name.startswith(inside) or ".pooler." in name]
+
+    def root(self, model: nn.Module) -> TaskRoot:
+        compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
+        return TaskRoot(self, model)
+
+    # Rows.
+
+    @abstractmethod
+    def columns(self, row: Row) -> Sequence[str | None]:
+        """The columns of a row that are read; None for one that it lacks."""
+
+    def title(self, row: Row) -> str:
+        """What is read of rows such as this one, and what is not."""
+        self.encode(row)
+        read = [name for name in self.columns(row) if name is not None]
+        unread = ", ".join(name for name in row if name not in read)
+        return " + ".join(read) + (f" (not read: {unread})" if unread else "")
+
+    @abstractmethod
+    def encode_text(self, row: Row) -> dict[str, Any]:
+        """The fields of what the model reads."""
+
+    @abstractmethod
+    def encode_target(self, row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of what it is to predict.
+
+        Args:
+            row: with its target.
+            fields: of `encode_text`.
+        """
+
+    @abstractmethod
+    def no_target(self, row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of `encode_target` for a row without a target, of which there is only a prediction."""
+
+    def encode(self, row: Row) -> Sample:
+        fields = self.encode_text(row)
+        return self._sample({**fields, **self.encode_target(row, fields)})
+
+    def encode_input(self, row: Row) -> Sample:
+        """A row without a target."""
+        fields = self.encode_text(row)
+        return self._sample({**fields, **self.no_target(row, fields)})
+
+    def _sample(self, fields: Mapping[str, Any]) -> Sample:
+        arrays = {name: np.asarray(value) for name, value in fields.items()}
+        return Sample(fields=arrays, size=self.size_of(arrays))
+
+    def beside(self, name: str) -> Sequence[str]:
+        """The fields that have an entry for each token of a field of ids."""
+        return ("token_type_ids",) if name == "input_ids" else ()
+
+    def size_of(self, fields: Mapping[str, np.ndarray]) -> int:
+        """The tokens of a row, of all its texts."""
+        return max(1, sum(int((fields[name] != PADDED).sum()) for name in self.token_fields))
+
+    def tokens(self, *texts: Any, **settings: Any) -> dict[str, Any]:
+        """The tokens of a text or of a pair, as the tokenizer ends them, and to which of the two each belongs.
+
+        Args:
+            texts: one or two.
+            settings: of the tokenizer's call.
+        """
+        made = self.tokenizer(*texts, verbose=False, return_token_type_ids=True, **settings)
+        require_tokens(made["input_ids"])
+        return {"input_ids": made["input_ids"], "token_type_ids": np.array(made["token_type_ids"], np.int8)}
+
+    def encoder(self, *, with_prompts: bool) -> TextEncoder:
+        return TextEncoder(self, self.recipe)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens that the model has positions for; None: any number, as with rotary or relative ones."""
+        settings = self.config.get_text_config().to_dict()
+        if RELATIVE & settings.keys() or settings.get("position_biased_input") is False:
+            return None
+        most = settings.get("max_position_embeddings")
+        offset = int(self.config.pad_token_id or 0) + 1 if self.config.model_type in OFFSET_POSITIONS else 0
+        return most - offset if isinstance(most, int) and most > 0 else None
+
+    def inputs(self, batch: Batch, name: str = "input_ids") -> dict[str, torch.Tensor]:
+        """What the model reads: ids with the model's padding token, the mask, and the kinds of tokens."""
+        ids = batch[name]
+        mask = ids != PADDED
+        found = {"input_ids": torch.where(mask, ids, int(self.config.pad_token_id or 0)).long(), "attention_mask": mask}
+        if name == "input_ids" and "token_type_ids" in self.tokenizer.model_input_names:
+            found["token_type_ids"] = batch["token_type_ids"].long()
+        return found
+
+    def encoding_settings(self) -> Mapping[str, Any]:
+        return {**super().encoding_settings(), **self.found_options()}
+
+    def found_options(self) -> Mapping[str, Any]:
+        """Options that the training rows decide where the recipe does not; as they are now."""
+        return {}
+
+    def saved_files(self) -> Mapping[str, object]:
+        recipe = self.recipe
+        described = {
+            "model_type": recipe.actor.model.model_type,
+            "options": {**recipe.actor.model.options, **self.found_options()},
+            "max_length": recipe.data.max_length,
+        }
+        return {**super().saved_files(), TASK_FILE: described}
+
+    # Loss, metrics, predictions.
+
+    @abstractmethod
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """What the model gives for a micro-batch: tensors with an entry per row."""
+
+    @abstractmethod
+    def loss_of(self, outputs: Outputs, batch: Batch) -> Losses:
+        """The loss of the outputs of a micro-batch, as a sum."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Losses:
+        return self.loss_of(self.outputs(model, batch), batch)
+
+    @abstractmethod
+    def records(self, outputs: Outputs, batch: Batch) -> list[Record]:
+        """For each row of a micro-batch what `set_metrics` and `prediction` need."""
+
+    @abstractmethod
+    def set_metrics(self, records: Sequence[Record]) -> dict[str, float]:
+        """The metrics of a whole evaluation set, from the records of all its rows."""
+
+    @property
+    @abstractmethod
+    def set_metric_names(self) -> Sequence[str]:
+        """The names of `set_metrics`."""
+
+    libraries: ClassVar[Sequence[str]] = ()
+    """Those of the extra `tasks` that its metrics need."""
+
+    def notes(self) -> Sequence[str]:
+        absent = [name for name in self.libraries if not installed(name)]
+        if not absent or not self.evaluates:
+            return super().notes()
+        return [
+            *super().notes(),
+            f"{', '.join(absent)} is not installed, so evaluation leaves out the metrics that it computes: "
+            "pip install 'shardtune[tasks]'",
+        ]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the recipe names evaluation rows."""
+        data = self.recipe.data
+        return data.eval_data_paths is not None or data.eval_split > 0
+
+    @abstractmethod
+    def prediction(self, record: Record) -> dict[str, Any]:
+        """What the model predicts for a row, as JSON."""
+
+    def measured_outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """The outputs in evaluation; by default those of training."""
+        return self.outputs(model, batch)
+
+    def predicted_outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """The outputs of rows without targets."""
+        return self.outputs(model, batch)
+
+
+class TaskRoot(AdapterRoot):
+    """A root that keeps a record of each row while a set is evaluated, and predicts.
+
+    Attributes:
+        kept: records by the number of the row, while a set is evaluated; None otherwise.
+    """
+
+    entry_points = (*AdapterRoot.entry_points, "predict")
+
+    def __init__(self, task: TextTask, model: nn.Module) -> None:
+        super().__init__(task, model)
+        self._task = task
+        self.kept: dict[int, Record] | None = None
+
+    def evaluate(self, batch: Batch) -> Evaluated:
+        outputs = self._task.measured_outputs(self.model, batch)
+        losses = named(self._task.loss_of(outputs, batch))
+        if not batch.counts:
+            return Evaluated({name: LossSum(loss.total * 0.0, 0.0) for name, loss in losses.items()}, {})
+        self.keep(outputs, batch)
+        measure: Measure | None = self.measure
+        further = {} if measure is None else measure(checked(self._task.predictions(self.model, batch)))
+        return Evaluated(losses, further)
+
+    def keep(self, outputs: Outputs, batch: Batch) -> None:
+        """Keep a record of each row, where they are wanted."""
+        if self.kept is None or not batch.counts:
+            return
+        records = self._task.records({name: tensor.detach() for name, tensor in outputs.items()}, batch)
+        self.kept |= {row: record for row, record in zip(batch.rows, records, strict=True) if row >= 0}
+
+    def predict(self, batch: Batch) -> list[Record]:
+        """A record for each row of a micro-batch without targets."""
+        return self._task.records(self._task.predicted_outputs(self.model, batch), batch)
+
+    @contextmanager
+    def keeping(self) -> Iterator[dict[int, Record]]:
+        """Keep the records of the rows that are evaluated within a `with` block."""
+        self.kept = {}
+        try:
+            yield self.kept
+        finally:
+            self.kept = None
+
+
+RELATIVE = {"rope_parameters", "rope_theta", "rope_scaling"}
+"""Settings of models whose positions are no table."""
+OFFSET_POSITIONS = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text", "longformer")
+"""Architectures that count positions from the padding token on."""

@@ -1,0 +1,44 @@
+"""Which task a directory of a trained model is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from shardtune.checkpoint.atomic import read_json
+from shardtune.models.tasks.sentence_transformers_files import MODULES
+from shardtune.models.tasks.task import TASK_FILE
+
+HEADS = {
+    "ForTokenClassification": "token_classifier",
+    "ForConditionalGeneration": "seq2seq",
+    "MTModel": "seq2seq",
+}
+"""Ends of the names of classes of transformers, and the task of their models."""
+CLASSIFIER = "ForSequenceClassification"
+
+
+def described_task(directory: Path, config: PreTrainedConfig) -> dict[str, Any]:
+    """`model_type`, `options` and `max_length` as the directory of a model has them; empty where it is of no task.
+
+    Of a directory that shardtune has not written only the first is known, by the class that its config names: one
+    output is a reranker's, unless the config names regression.
+
+    Args:
+        directory: of the model.
+        config: of the model, or of an adapter's base.
+    """
+    if (directory / TASK_FILE).is_file():
+        return read_json(directory / TASK_FILE)
+    if (directory / MODULES).is_file():
+        return {"model_type": "embedding"}
+    names = config.architectures or []
+    if any(name.endswith(CLASSIFIER) for name in names):
+        single = "regression" if config.problem_type == "regression" else "reranker"
+        return {"model_type": single if config.num_labels == 1 else "sequence_classifier"}
+    found = [task for name in names for end, task in HEADS.items() if name.endswith(end)]
+    if not found or (found[0] == "seq2seq" and not config.is_encoder_decoder):
+        return {}
+    return {"model_type": found[0]}

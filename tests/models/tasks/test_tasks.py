@@ -1,0 +1,402 @@
+"""Tasks by name: labels from the data, rows that cannot be used, LoRA, predictions, files beside the weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import shardtune
+from shardtune.config import load_recipe
+from shardtune.config.model_names import TASKS
+from shardtune.data.encoder import RowError
+from shardtune.errors import ConfigError, DataError
+from shardtune.models.find_adapter import find_adapter
+from shardtune.models.tasks import sentence_transformers_files
+from shardtune.models.tasks.encoder import require_tokens, shortened
+from shardtune.models.tasks.metrics import entity_scores, f1_scores, spans
+from shardtune.models.tasks.names import CLASSES
+from shardtune.models.tasks.task import TextTask
+from shardtune.run.plain_model import load_run_or_model
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.tiny_tasks import rows, save_encoder, save_t5, write
+from tests.support.workspace import run_cli
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tasks")
+    save_encoder(made / "encoder")
+    save_t5(made / "t5")
+    return made
+
+
+def recipe(folder: Path, task: str, data: list[dict[str, Any]], name: str = "run", **model: Any) -> dict[str, Any]:
+    file = write(folder / f"{task}-{name}.jsonl", data)
+    logger = {"log_path": str(folder / "runs"), "experiment_name": f"{task}-{name}", "logger_backends": ["jsonl"]}
+    return {
+        "runner": {"max_steps": 2, "device": "cpu", "logger": logger},
+        "micro_batch_size": 4,
+        "global_batch_size": 4,
+        "model": {"model_type": task, "model_path": str(folder / ("t5" if task == "seq2seq" else "encoder")), **model},
+        "data": {"train_data_paths": file, "max_length": 32, "num_workers": 0, "cache_dir": str(folder / "cache")},
+    }
+
+
+def task_of(values: dict[str, Any]) -> TextTask:
+    found = find_adapter(load_recipe(values))
+    assert isinstance(found, TextTask)
+    return found
+
+
+def test_every_name_has_a_class():
+    assert TASKS.keys() == CLASSES.keys()
+
+
+def test_labels_are_those_of_the_training_rows(folder: Path):
+    kinds = {"words": ["no", "yes", "maybe"], "numbers": [10, 2, 1], "switches": [True, False]}
+    expected = {"words": ["maybe", "no", "yes"], "numbers": ["1", "2", "10"], "switches": ["0", "1"]}
+    for name, labels in kinds.items():
+        data = [{"text": "a cat", "label": labels[number % len(labels)]} for number in range(6)]
+        for _ in range(2):  # the second time from the cache
+            task = task_of(recipe(folder, "sequence_classifier", data, name))
+            assert task.found_options() == {"labels": expected[name]}
+            assert task.config.id2label == dict(enumerate(expected[name]))
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message"),
+    [
+        ("sequence_classifier", {"text": "a cat", "label": "odd"}, "the label 'odd' is not among .*: bad, fine, good"),
+        ("sequence_classifier", {"text": "a cat"}, r"the row has no 'label' .*it has text.*\n.*\{text, label\}"),
+        ("sequence_classifier", {"words": "a cat", "label": "bad"}, "no 'text'.*data.columns: {text: YOUR_COLUMN}"),
+        ("sequence_classifier", {"text": "a cat", "label": ["bad"]}, "a list of labels; set model.options.multi_label"),
+        ("sequence_classifier", {"text": 7, "label": "bad"}, "the text is 7, not a text"),
+        ("regression", {"text": "a cat", "label": "much"}, "the label is 'much', not a number"),
+        ("token_classifier", {"tokens": ["a", "cat"], "ner_tags": ["O"]}, "the row has 2 words and 1 labels"),
+        ("embedding", {"query": "a", "positive": "b", "negatives": ["a"] * 3}, "3 hard negatives, .*room for 2"),
+        ("reranker", {"query": "a", "positive": "b", "negatives": []}, "no negatives: their list is empty"),
+        ("reranker", {"query": "a", "document": "b", "label": 3}, "the label is 3, not a number between 0 and 1"),
+        ("seq2seq", {"source": "a cat"}, "the row has no 'target'"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_one_message(folder: Path, task: str, row: dict[str, Any], message: str):
+    options = {"labels": ["bad", "fine", "good"]} if task == "sequence_classifier" else {}
+    options |= {"labels": ["O", "B-X"]} if task == "token_classifier" else {}
+    options |= {"negatives": 2} if task == "embedding" else {}
+    encoder = task_of(recipe(folder, task, rows(task, 2), "bad", options=options)).encoder(with_prompts=False)
+    with pytest.raises(Exception, match=f"(?s){message}"):
+        encoder.encode(row)
+
+
+def test_rows_without_labels_are_a_message_of_the_first(folder: Path):
+    lists = [{"text": "a cat", "labels": ["x"]}, {"text": "a", "labels": ["y", "x"]}]
+    with pytest.raises(DataError, match=r"(?s)a list of labels; set model.options.multi_label.*lists.jsonl: row 1"):
+        task_of(recipe(folder, "sequence_classifier", lists, "lists")).build()
+    several = recipe(folder, "sequence_classifier", lists, "lists", options={"multi_label": True})
+    assert task_of(several).found_options() == {"labels": ["x", "y"]}  # of the same file
+    with pytest.raises(DataError, match=r"the row has no 'label' .*it has text, stars"):
+        task_of(recipe(folder, "sequence_classifier", [{"text": "a", "stars": 1}] * 2, "stars")).build()
+
+
+def test_a_number_is_the_place_of_a_named_label(folder: Path):
+    data = [{"tokens": ["a", "cat"], "ner_tags": [0, 2]}, {"tokens": ["dog"], "ner_tags": [1]}]
+    task = task_of(recipe(folder, "token_classifier", data, "places", options={"labels": ["O", "B-X", "I-X"]}))
+    assert task.encode(data[0]).fields["labels"].tolist() == [-100, 0, 2, -100]
+    assert "f1" in task.set_metric_names
+    with pytest.raises(RowError, match="the label '3' is not among"):
+        task.encode({"tokens": ["dog"], "ner_tags": [3]})
+
+
+def test_the_first_lines_name_the_columns_that_are_read(folder: Path):
+    row = {"idx": 3, "question": "who", "sentence": "a cat", "label": "yes"}
+    task = task_of(recipe(folder, "sequence_classifier", [row], "columns", options={"labels": ["no", "yes"]}))
+    assert task.encoder(with_prompts=False).title(row) == "question + sentence + label (not read: idx)"
+    assert task.encode(row).fields["input_ids"].tolist().count(3) == 2  # the ends of two texts
+
+
+def test_a_word_without_a_token_keeps_its_place(folder: Path):
+    values = recipe(folder, "token_classifier", rows("token_classifier", 3), "blank", options={"labels": ["O", "B-X"]})
+    task = task_of(values)
+    batch = task.collate([task.encode_input({"tokens": ["a", " ", "cat", "dog"]})], range(1), {})
+    guesses = torch.nn.functional.one_hot(torch.tensor([[0, 1, 0, 1, 0]])).float()
+    (record,) = task.records({"logits": guesses}, batch)
+    assert task.prediction(record) == {"labels": ["B-X", None, "O", "B-X"]}
+
+
+def test_texts_of_a_task_are_not_split_and_not_empty(folder: Path):
+    values = recipe(folder, "sequence_classifier", rows("sequence_classifier", 4), "split")
+    values["data"] |= {"max_length": 4, "on_too_long": "split"}
+    encoder = task_of(values).encoder(with_prompts=False)
+    with pytest.raises(DataError, match="rows of a task are not split"):
+        encoder.fit(encoder.encode({"text": "a red cat", "label": "bad"}))
+    with pytest.raises(RowError, match="the text is empty"):
+        require_tokens([])
+
+
+def test_pairs_with_scores_train_an_embedding(folder: Path):
+    draw = random.Random(0)
+    data = [{"sentence1": "a cat", "sentence2": "a dog", "score": draw.choice([0, 1.5, 4.0])} for _ in range(6)]
+    task: Any = task_of(recipe(folder, "embedding", data, "sts", options={"matryoshka": [8]}))
+    samples = [task.encode(row) for row in data]
+    batch = task.collate(samples, range(6), {})
+    draws = torch.manual_seed(0)
+    vectors = [torch.randn(6, 16, generator=draws, dtype=torch.float64) for _ in range(2)]
+    outputs = {"query": vectors[0], "documents": vectors[1][:, None], "score": batch["score"]}
+    terms = task.step_loss(outputs)
+    for term, size in (("full", 16), ("size_8", 8)):
+        cosines = torch.nn.functional.cosine_similarity(vectors[0][:, :size], vectors[1][:, :size]) / 0.05
+        total = sum(
+            float((cosines[i] - cosines[j]).exp())
+            for i in range(6)
+            for j in range(6)
+            if data[i]["score"] < data[j]["score"]
+        )
+        assert float(terms[term].total) / terms[term].weight == pytest.approx(np.log1p(total), rel=1e-12)
+    assert task.found_options()["loss"] == "cosent"
+    assert "spearman/size_8" in task.set_metric_names
+    records = task.records(outputs, batch)
+    assert task.set_metrics(records).keys() == set(task.set_metric_names)
+    with pytest.raises(RowError, match="the row has no 'label'"):
+        task.encode({"query": "a", "positive": "b"})
+    unscored = task_of(recipe(folder, "embedding", [{"query": "a", "positive": "b"}], "unscored"))
+    with pytest.raises(RowError, match="the row has 'score', and the first training row has no score"):
+        unscored.encode(data[0])
+
+
+def test_an_encoder_decoder_embeds_nothing(folder: Path):
+    with pytest.raises(ConfigError, match="is an encoder-decoder"):
+        task_of(recipe(folder, "embedding", rows("embedding", 2), "t5", model_path=str(folder / "t5"))).build()
+
+
+def test_the_command_names_file_and_row(folder: Path):
+    data = [*rows("sequence_classifier", 5), {"text": "a cat", "label": None}]
+    values = recipe(folder, "sequence_classifier", data, "no-label")
+    file = folder / "no-label.yaml"
+    file.write_text(json.dumps(values))
+    found = run_cli("train", str(file))
+    assert found.code == 2
+    assert "no-label.jsonl: row 6" in found.err
+    assert "the row has no 'label'" in found.err
+    assert not (folder / "runs" / "sequence_classifier-no-label").exists()
+
+
+def test_a_row_longer_than_the_positions_is_one_message(folder: Path):
+    values = recipe(folder, "sequence_classifier", rows("sequence_classifier", 4), "long")
+    values["data"]["max_length"] = 64
+    encoder = task_of(values).encoder(with_prompts=False)
+    with pytest.raises(DataError, match=r"42 tokens, .* has positions for 32"):
+        encoder.fit(encoder.encode({"text": "cat " * 40, "label": "bad"}))
+
+
+def test_a_text_that_is_cut_keeps_its_end():
+    ids = np.array([[2, 7, 8, 9, 3], [2, 7, 3, -1, -1]])
+    assert shortened(ids, ids, 4, np.array([2, 3])).tolist() == [[2, 7, 8, 3], [2, 7, 3, -1]]
+    assert shortened(np.array([5, 6, 7]), np.array([5, 6, 7]), 2, np.array([3])).tolist() == [5, 6]
+
+
+def test_one_label_is_none(folder: Path):
+    task = task_of(recipe(folder, "sequence_classifier", [{"text": "a", "label": "x"}] * 3, "single"))
+    with pytest.raises(ConfigError, match="the training rows have one label: x"):
+        task.build()
+
+
+def test_sizes_of_matryoshka_are_checked(folder: Path):
+    options = {"matryoshka": [8, 16]}
+    with pytest.raises(ConfigError, match="a different number below 16, the width of the model"):
+        task_of(recipe(folder, "embedding", rows("embedding", 3), "sizes", options=options)).build()
+
+
+def test_entities_are_counted_as_conll_does():
+    assert spans(["B-A", "I-A", "O", "I-B", "B-B", "S-A", "I-A"]) == {
+        ("A", 0, 2), ("B", 3, 4), ("B", 4, 5), ("A", 5, 6), ("A", 6, 7),
+    }  # fmt: skip
+    targets, guesses = [["B-A", "I-A", "O"], ["B-B", "O"]], [["B-A", "O", "O"], ["B-B", "B-A"]]
+    assert entity_scores(targets, guesses) == pytest.approx({"precision": 1 / 3, "recall": 1 / 2, "f1": 0.4})
+
+
+def test_f1_of_two_classes_is_that_of_the_second():
+    found = f1_scores(np.array([0, 1, 1, 1]), np.array([0, 1, 0, 0]), 2)
+    assert found["f1"] == pytest.approx(0.5)
+    assert found["f1_macro"] == pytest.approx((0.5 + 0.5) / 2)
+
+
+def test_several_labels_for_a_text(folder: Path):
+    data = [{"text": "a cat", "labels": ["x", "y"]}, {"text": "a dog", "labels": []}, {"text": "a", "labels": ["z"]}]
+    task = task_of(recipe(folder, "sequence_classifier", data, "several", options={"multi_label": True}))
+    samples = [task.encode(row) for row in data]
+    assert [sample.fields["labels"].tolist() for sample in samples] == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
+    batch = task.collate(samples, range(3), {})
+    logits = torch.tensor([[3.0, -1, -1], [-1, -1, -1], [-1, -1, 1]])
+    records = task.records({"logits": logits}, batch)
+    assert task.set_metrics(records)["accuracy"] == pytest.approx(2 / 3)
+    assert task.prediction(records[0])["labels"] == ["x"]
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"])
+    loss = task.loss_of({"logits": logits}, batch)
+    assert isinstance(loss, shardtune.LossSum)
+    assert float(loss.total) / loss.weight == pytest.approx(float(expected))
+
+
+def test_a_document_twice_in_a_step_is_no_wrong_answer(folder: Path):
+    """With the same document in two rows, the other one is left out of the sum."""
+    task: Any = task_of(recipe(folder, "embedding", [{"query": "a", "positive": "b"}] * 2, "twice"))
+    vectors = torch.nn.functional.normalize(torch.randn(2, 16, generator=torch.manual_seed(0)), dim=-1)
+    outputs = {
+        "query": vectors, "documents": vectors[:, None].flip(0),
+        "there": torch.ones(2, 1, dtype=torch.bool), "texts": torch.tensor([[5], [5]]),
+    }  # fmt: skip
+    assert float(task.step_loss(outputs)["loss"].total) == 0.0
+    outputs["texts"] = torch.tensor([[5], [6]])
+    assert float(task.step_loss(outputs)["loss"].total) > 0.1
+
+
+def test_what_is_not_installed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    values = recipe(folder, "sequence_classifier", rows("sequence_classifier", 8), "absent")
+    values["data"]["eval_split"] = 0.5
+    task = task_of(values)
+    assert "f1_macro" in task.set_metric_names
+    assert task.notes() == ["labels: bad, fine, good"]
+    monkeypatch.setattr("shardtune.models.tasks.metrics.find_spec", lambda name: None)
+    assert list(task.set_metric_names) == ["accuracy"]
+    note, _ = task.notes()
+    assert "sklearn is not installed" in note
+    assert "pip install 'shardtune[tasks]'" in note
+
+
+def test_keys_of_answers_that_have_no_effect_are_refused(folder: Path):
+    values = recipe(folder, "seq2seq", rows("seq2seq", 4), "keys")
+    values["data"]["eval_split"] = 0.5
+    values["eval"] = {"generate": True, "num_samples": 2}
+    with pytest.raises(ConfigError, match="num_samples has no effect with model_type: seq2seq"):
+        SFTWorker(load_recipe(values), report=lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def adapted(folder: Path) -> shardtune.Run:
+    """A classifier with LoRA; its training rows are gone afterwards."""
+    data = rows("sequence_classifier", 12)
+    values = recipe(folder, "sequence_classifier", data, "lora", precision="fp32", is_lora=True, lora={"r": 2})
+    values["optim"] = {"lr": 0.05, "lr_scheduler": "constant", "lr_warmup_steps": 0}
+    values["runner"]["save_interval"] = 2
+    run = shardtune.train(values)
+    Path(values["data"]["train_data_paths"]).unlink()
+    return run
+
+
+SEEN = [{"text": "red cat"}, {"text": "a green dog runs"}, {"text": "who"}]
+
+
+def scores_of(model: Any, directory: Path) -> list[Mapping[str, float]]:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with torch.no_grad():
+        logits = model(**tokenizer([row["text"] for row in SEEN], padding=True, return_tensors="pt")).logits
+    return [dict(zip(["bad", "fine", "good"], each.softmax(-1).tolist(), strict=True)) for each in logits]
+
+
+@pytest.mark.lengthy
+def test_an_adapter_holds_the_head_and_loads_with_peft(folder: Path, adapted: shardtune.Run, tmp_path: Path):
+    base = AutoModelForSequenceClassification.from_pretrained(folder / "encoder", num_labels=3)
+    model = PeftModel.from_pretrained(base, adapted.dir / "final").eval()
+    expected = scores_of(model, adapted.dir / "final")
+    for checkpoint in ("final", "2"):
+        found = [one["scores"] for one in adapted.predict(SEEN, checkpoint=checkpoint)]
+        assert [pytest.approx(one, abs=1e-6) for one in expected] == found
+    merged = AutoModelForSequenceClassification.from_pretrained(
+        adapted.export(tmp_path / "merged", merge=True, check=False)
+    )
+    assert [pytest.approx(one, abs=1e-6) for one in expected] == scores_of(merged.eval(), tmp_path / "merged")
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert "pipeline_tag: text-classification" in card
+    assert "AutoModelForSequenceClassification.from_pretrained" in card
+
+
+@pytest.mark.lengthy
+def test_a_directory_without_a_run_predicts(folder: Path, adapted: shardtune.Run, tmp_path: Path):
+    merged, adapter = (adapted.export(tmp_path / name, merge=name == "merged", check=False) for name in ("merged", "a"))
+    expected = adapted.predict(SEEN)
+    assert json.loads((adapter / "task.json").read_text())["options"] == {"labels": ["bad", "fine", "good"]}
+    for directory in (merged, adapter):
+        printed = run_cli("predict", str(directory), "red cat", "a green dog runs").out
+        found = [json.loads(line) for line in printed.splitlines()]
+        assert [one["text"] for one in found] == ["red cat", "a green dog runs"]
+        for one, other in zip(found, expected, strict=False):
+            assert one["prediction"]["scores"] == pytest.approx(other["scores"], abs=1e-6)
+    (merged / "task.json").unlink()  # as of any classifier of transformers
+    (found,) = load_run_or_model(merged).predictions([{"text": "red cat " * 99}])
+    assert found["truncated"]
+
+
+@pytest.mark.lengthy
+def test_a_trained_classifier_is_trained_on(folder: Path, adapted: shardtune.Run, tmp_path: Path):
+    """Its head and the order of its labels are kept; other labels are refused."""
+    trained = adapted.export(tmp_path / "merged", merge=True, check=False)
+    data = [{"text": "a cat", "label": label} for label in ("good", "fine")] * 3
+    values = recipe(folder, "sequence_classifier", data, "further", model_path=str(trained))
+    task = task_of(values)
+    assert task.config.id2label == {0: "bad", 1: "fine", 2: "good"}
+    other = recipe(
+        folder, "sequence_classifier", [{"text": "a", "label": "good"}, {"text": "a", "label": "new"}], "new"
+    )
+    other["model"]["model_path"] = str(trained)
+    given = {**other, "model": {**other["model"], "options": {"labels": ["good", "bad", "fine"]}}}
+    with pytest.raises(ConfigError, match=r"labels = \['good', 'bad', 'fine'\]; those of the classifier"):
+        task_of(given).build()
+    with pytest.raises(ConfigError, match=r"the label 'new'; those of the classifier in .* are bad, fine, good"):
+        task_of(other).build()
+
+
+@pytest.mark.lengthy
+def test_an_embedding_model_is_a_directory_of_sentence_transformers(folder: Path, tmp_path: Path):
+    options = {"query_prompt": "query: ", "pooling": "cls"}
+    run = shardtune.train(recipe(folder, "embedding", rows("embedding", 8), "files", options=options, precision="fp32"))
+    final = run.dir / "final"
+    modules = json.loads((final / "modules.json").read_text())
+    assert [one["path"] for one in modules] == ["", "1_Pooling", "2_Normalize"]
+    assert json.loads((final / "1_Pooling" / "config.json").read_text())["pooling_mode_cls_token"] is True
+    assert json.loads((final / "config_sentence_transformers.json").read_text())["prompts"]["query"] == "query: "
+    further = task_of(recipe(folder, "embedding", rows("embedding", 3), "from-files", model_path=str(final)))
+    assert (further.options.pooling, further.options.normalize, further.options.query_prompt) == (
+        "cls",
+        True,
+        "query: ",
+    )
+    query, document = run.predict([{"query": "red cat"}, {"text": "red cat"}])
+    assert np.linalg.norm(query["embedding"]) == pytest.approx(1, abs=1e-5)
+    assert query != document
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_sentence_transformers_gives_the_same_vectors(folder: Path, pooling: str):
+    from sentence_transformers import SentenceTransformer
+
+    options = {"query_prompt": "what ", "pooling": pooling}
+    values = recipe(folder, "embedding", rows("embedding", 8), pooling, options=options, precision="fp32")
+    run = shardtune.train(values)
+    query, document = run.predict([{"query": "red cat"}, {"text": "red cat"}])
+    loaded = SentenceTransformer(str(run.dir / "final"))
+    np.testing.assert_allclose(loaded.encode(["red cat"], prompt_name="query")[0], query["embedding"], atol=1e-6)
+    np.testing.assert_allclose(loaded.encode(["red cat"])[0], document["embedding"], atol=1e-6)
+    loaded.save(str(folder / f"saved-{pooling}"))
+    found = sentence_transformers_files.options_of(folder / f"saved-{pooling}")
+    assert found == {"pooling": pooling, "normalize": True, "query_prompt": "what "}
+
+
+@pytest.mark.slow
+def test_cross_encoder_gives_the_same_scores(folder: Path):
+    from sentence_transformers import CrossEncoder
+
+    data = [{"query": "a cat", "document": "red", "label": 1}, {"query": "a dog", "document": "blue tree", "label": 0}]
+    run = shardtune.train(recipe(folder, "reranker", data * 4, "cross", precision="fp32"))
+    expected = [one["score"] for one in run.predict([{**row, "label": None} for row in data])]
+    pairs = [(row["query"], row["document"]) for row in data]
+    found = CrossEncoder(str(run.dir / "final")).predict(pairs, activation_fn=torch.nn.Identity())
+    np.testing.assert_allclose(found, expected, atol=1e-6)
