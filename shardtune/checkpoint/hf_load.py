@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from shardtune.checkpoint.hf_conversion import Assignment, assign, write_converted
 from shardtune.checkpoint.hf_save import save_pretrained
 from shardtune.checkpoint.random_init import initialise_weights
-from shardtune.checkpoint.weight_files import WeightTensor, find_weights
+from shardtune.checkpoint.weight_files import WeightTensor, find_weights, has_weights
 from shardtune.errors import ModelError
 from shardtune.models.lora.attach import BaseTensor, base_tensors
 from shardtune.models.lora.nf4 import encode
@@ -143,9 +143,10 @@ def check_weights(
 
 
 def lacking_weights(model: PreTrainedModel, model_path: str | Path, may_lack: MayLack) -> Collection[str]:
-    """The names of the tensors that a directory lacks and may lack; reads headers only."""
-    targets = _targets(model)
-    return may_lack(_missing(model, targets, assign(model, find_weights(model_path), targets)[0]))
+    """The names of the tensors that a directory lacks and may lack, all where it has no weights; reads headers only."""
+    targets, path = _targets(model), Path(model_path)
+    stored = find_weights(path) if path.is_file() or has_weights(path) else {}
+    return may_lack(_missing(model, targets, assign(model, stored, targets)[0]))
 
 
 def _targets(model: PreTrainedModel) -> dict[str, BaseTensor]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from shardtune.batch import Batch
 from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
-from shardtune.models.adapter import Adapter, AdapterRoot
+from shardtune.models.adapter import Adapter, AdapterRoot, WeightSource
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.pretrained import settings_directory
 from shardtune.models.recipe_hooks import Hooks
@@ -103,6 +104,21 @@ class Simulated:
         return sum(self.memory.values())
 
 
+def add_lora(model: nn.Module, recipe: Recipe, adapter: Adapter) -> None:
+    """Add the low-rank adapter that the recipe configures, if any, and train a new head in full, as training does.
+
+    Of the base's weights headers are read; where there are none, all that may be new is taken to be new.
+    """
+
+    def source() -> WeightSource:
+        found = adapter.initial_weights()
+        return settings_directory(found) if isinstance(found, str) else found
+
+    everything = [name for name, _ in model.named_parameters()]
+    may_lack = partial(adapter.new_weights, model) if adapter.new_weights(model, everything) else None
+    adapt(model, recipe, None, source, adapter.new_parts, may_lack)
+
+
 def simulate(
     recipe: Recipe, adapter: Adapter, layout: Layout, micro_batches: Sequence[Batch], *, on_cuda: bool
 ) -> Simulated:
@@ -127,7 +143,7 @@ def _simulate(
     model, _ = build_empty(adapter.build, recipe.runner.seed)
     adapter.set_execution(model)
     root = Hooks.of(recipe, adapter, training=True).attach(adapter.root(model))
-    adapt(model, recipe, None, new_parts=adapter.new_parts)
+    add_lora(model, recipe, adapter)
     freeze(model, actor.model.freeze)
     parameters = count_parameters(model)
     parallel = adapter.apply_model_parallel(model, ranks)
