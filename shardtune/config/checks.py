@@ -363,13 +363,6 @@ def _lora(context: Context) -> Iterator[ConfigError]:
     model = context.recipe.actor.model
     lora, section = model.lora, "actor.model.lora"
     tensor = context.recipe.actor.parallel.tensor
-    expert = context.recipe.actor.parallel.expert
-    if expert > 1 and model.is_lora:
-        yield context.problem(
-            "actor.parallel.expert",
-            f"actor.parallel.expert: {expert} cannot be used with a low-rank adapter (actor.model.is_lora)",
-            "set it to 1: a frozen base is sharded by actor.parallel.data_shard",
-        )
     if not model.is_lora:
         for name in lora.model_dump(exclude_defaults=True):
             yield context.problem(

@@ -16,7 +16,9 @@ SOME = ("DDP-2", "HSDP 2 x 2-4", "FSDP 2 x TP 2-4", "FSDP 2 x SP 2-4", "offload-
 SOME_EXPERTS = ("FSDP 2 x EP 2-4", "TP 2 x EP 4-4", "LoRA, TP 2 x EP 4-4")
 CASES = [
     pytest.param("dense", [layout for layout in (*LAYOUTS, *ADAPTED) if str(layout) in SOME], id="dense"),
-    pytest.param("qwen3_moe", [each for each in (*EXPERTS, *ADAPTED_EXPERTS) if str(each) in SOME_EXPERTS], id="experts"),
+    pytest.param(
+        "qwen3_moe", [each for each in (*EXPERTS, *ADAPTED_EXPERTS) if str(each) in SOME_EXPERTS], id="experts"
+    ),
     pytest.param("dense", (*LAYOUTS, *ADAPTED), id="dense, all", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", (*EXPERTS, *ADAPTED_EXPERTS), id="experts, all", marks=pytest.mark.slow),
 ]

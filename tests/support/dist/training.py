@@ -261,7 +261,7 @@ def save_adapter(model: Path, folder: Path) -> Path:
     return folder
 
 
-def with_adapter(model: PreTrainedModel, adapter: Path | None) -> PreTrainedModel:
+def with_adapter(model: PreTrainedModel, adapter: Path | None) -> Any:
     """A model with an adapter as PEFT loads it, to be trained; with None as it is."""
     if adapter is None:
         return model
