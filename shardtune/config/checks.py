@@ -362,14 +362,7 @@ def _losses(context: Context) -> Iterator[ConfigError]:
 def _lora(context: Context) -> Iterator[ConfigError]:
     model = context.recipe.actor.model
     lora, section = model.lora, "actor.model.lora"
-    for axis in ("tensor", "expert"):
-        size = getattr(context.recipe.actor.parallel, axis)
-        if size > 1 and model.is_lora:
-            yield context.problem(
-                f"actor.parallel.{axis}",
-                f"actor.parallel.{axis}: {size} cannot be used with a low-rank adapter (actor.model.is_lora)",
-                "set it to 1: a frozen base is sharded by actor.parallel.data_shard",
-            )
+    tensor = context.recipe.actor.parallel.tensor
     if not model.is_lora:
         for name in lora.model_dump(exclude_defaults=True):
             yield context.problem(
@@ -396,6 +389,9 @@ def _lora(context: Context) -> Iterator[ConfigError]:
             ("dropout: 0.0, as PEFT has none for them", lora.target_parameters and lora.dropout),
             ("use_dora: false, as PEFT has none for them", lora.target_parameters and lora.use_dora),
         ],
+        "use_dora": [
+            ("parallel.tensor: 1, as it takes norms of whole matrices in each forward", lora.use_dora and tensor > 1)
+        ],
         "target_modules": [
             ("target_parameters, if it is empty", not lora.target_modules and not lora.target_parameters)
         ],
@@ -407,7 +403,10 @@ def _lora(context: Context) -> Iterator[ConfigError]:
             )
         ],
         "exclude_modules": [("target_modules", lora.exclude_modules and not lora.target_modules)],
-        "base_dtype": [("precision: bf16", lora.base_dtype == "bf16" and model.precision != "bf16")],
+        "base_dtype": [
+            ("precision: bf16", lora.base_dtype == "bf16" and model.precision != "bf16"),
+            ("parallel.tensor: 1, as blocks of its codes lie along rows", lora.base_dtype == "nf4" and tensor > 1),
+        ],
     }
     for name, rules in contradictions.items():
         for what, broken in rules:
