@@ -7,7 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.zoo import BY_DOCUMENT, BY_LENGTH, CAUSAL, PACKED, SAME, WITHIN, tried
+from shardtune.errors import ModelError
+from shardtune.models import packing_probe
+from shardtune.models.router_loss import RouterLoss
+from tests.support.tiny_architectures import tiny_config
+from tests.support.zoo import (
+    BY_DOCUMENT,
+    BY_LENGTH,
+    CAUSAL,
+    PACKED,
+    SAME,
+    THROUGHOUT,
+    WITHIN,
+    by_shardtune,
+    changed,
+    decoder,
+    loaded,
+    otherwise,
+    relative,
+    throughout,
+    trained,
+    tried,
+    with_settings,
+)
 
 pytestmark = pytest.mark.lengthy
 
@@ -32,3 +54,60 @@ def test_an_architecture_is_that_of_plain_transformers(family: str, tmp_path: Pa
     result = tried(CAUSAL, family, tmp_path, thorough=False)
     assert (result.how, result.answers) == (SAMPLE[family], SAME), result
     assert result.largest < WITHIN["fp64"]
+
+
+LIMITED = {
+    "phi3": (
+        {
+            "original_max_position_embeddings": 12,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "short_factor": [1.0, 1.0, 1.0, 1.0],
+                "long_factor": [1.0, 2.0, 4.0, 8.0],
+            },
+        },
+        "longrope's factors depend on a forward's longest row",
+    ),
+    "llama4_text": ({"attention_chunk_size": 12}, "attention is within chunks (attention_chunk_size)"),
+    "minimax_m3_vl_text": (
+        {"index_block_size": 4, "index_topk_blocks": 3},
+        "attention is to chosen blocks (index_topk_blocks)",
+    ),
+}
+"""Settings with which packing is exact for rows of up to 12 tokens; those of the zoo have 10 to 18."""
+
+
+@pytest.mark.parametrize("family", LIMITED)
+def test_rows_beyond_what_packing_computes_are_not_packed(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the probe see what only longer rows show."""
+    monkeypatch.setattr(packing_probe, "LONGEST", 10)
+    changes, reason = LIMITED[family]
+    with throughout(THROUGHOUT):
+        material = decoder(family, tmp_path, THROUGHOUT, changes)
+        ours = by_shardtune(changed(material.values, runner={"max_steps": 1}))
+        expected = trained(loaded(material.auto, tmp_path, THROUGHOUT), material.rows(ours), 1)
+    assert ours.notes[0] == f"{reason}, and a row has 18 tokens, more than 12: one row per forward"
+    assert ours.how == BY_LENGTH
+    assert relative(ours.numbers, expected) < 1e-10
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "jetmoe"])
+def test_a_routers_balance_loss_is_that_of_transformers_under_any_name(family: str, tmp_path: Path) -> None:
+    changes = otherwise(tiny_config(family, {}))
+    assert changes["output_router_logits"]
+    assert with_settings(family, changes, tmp_path, THROUGHOUT) < 1e-10
+
+
+def test_a_balance_loss_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
+    changes = otherwise(tiny_config("llama4_text", {}))
+    with pytest.raises(ModelError, match=r"Llama4ForCausalLM of transformers has no balance loss .* factor of 0\.5"):
+        with_settings("llama4_text", changes, tmp_path, THROUGHOUT)
+
+
+def test_routers_as_configs_name_them() -> None:
+    layers = tiny_config("hunyuan_v1_moe", {"moe_topk": [2, 1], "output_router_logits": True})
+    assert RouterLoss.of(layers) == RouterLoss(0.0, 2)
+    assert RouterLoss.of(tiny_config("llama", {})) == RouterLoss(0.0, 0)
