@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+BLOCKS = "attention is to chosen blocks of tokens (index_topk_blocks)"
+
 
 @dataclass(frozen=True, slots=True)
 class PackingLimit:
@@ -36,9 +38,10 @@ def _limits(values: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
     for one in (rotary, *(of_a_kind for of_a_kind in rotary.values() if isinstance(of_a_kind, Mapping))):
         if one.get("rope_type") == "longrope":
             yield one["original_max_position_embeddings"], "longrope's factors depend on a forward's longest row"
-    # Layers of Llama 4 and MiniMax M3 see less than a whole row, by masks that attention over packed rows leaves out.
-    chunk, blocks, size = (values.get(key) for key in ("attention_chunk_size", "index_topk_blocks", "index_block_size"))
-    if chunk:
-        yield chunk, "attention is within chunks (attention_chunk_size)"
-    if blocks and size:
-        yield blocks * size, "attention is to chosen blocks (index_topk_blocks)"
+    # Some layers see less than a whole row, by masks or indices that attention over packed rows leaves out.
+    if values.get("attention_chunk_size"):
+        yield values["attention_chunk_size"], "attention is within chunks (attention_chunk_size)"
+    if values.get("index_topk"):
+        yield values["index_topk"], "attention is to chosen tokens (index_topk)"
+    if values.get("index_topk_blocks") and values.get("index_block_size"):
+        yield values["index_topk_blocks"] * values["index_block_size"], BLOCKS

@@ -9,6 +9,7 @@ import pytest
 
 from shardtune.errors import ModelError
 from shardtune.models import packing_probe
+from shardtune.models.packing_limit import BLOCKS
 from shardtune.models.router_loss import RouterLoss
 from tests.support.tiny_architectures import tiny_config
 from tests.support.zoo import (
@@ -72,7 +73,7 @@ LIMITED = {
     "llama4_text": ({"attention_chunk_size": 12}, "attention is within chunks (attention_chunk_size)"),
     "minimax_m3_vl_text": (
         {"index_block_size": 4, "index_topk_blocks": 3},
-        "attention is to chosen blocks (index_topk_blocks)",
+        BLOCKS,
     ),
 }
 """Settings with which packing is exact for rows of up to 12 tokens; those of the zoo have 10 to 18."""

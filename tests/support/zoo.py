@@ -48,7 +48,7 @@ PRECISION = {THROUGHOUT: FP64, FP64: FP64, FP32: FP32}
 """As a recipe names it."""
 LESS = {THROUGHOUT: FP64, FP64: FP32}
 """What is tried where a model cannot be computed."""
-WITHIN = {THROUGHOUT: 1e-8, FP64: 1e-4, FP32: 1e-2}
+WITHIN = {THROUGHOUT: 1e-7, FP64: 1e-4, FP32: 1e-2}
 """Largest relative difference of an exact family: many compute norms and routers in float32 whatever the dtype."""
 FINAL = {precision: 10 * within for precision, within in WITHIN.items()}
 """Likewise of the weights, relative to how far they have moved."""
