@@ -159,7 +159,8 @@ class CausalLM(LanguageModel):
         self._transform, self._other_transform = declared_transform(config), IDENTITY
         self._through_own_head = False
         self._leads = False  # whether the model's outputs may begin with positions that are no tokens
-        self._longest_row, self._packing_limit = 0, PackingLimit.of(config)
+        self._packing_limit = PackingLimit.of(config)
+        self._longest_row, self._packs_proved = 0, False
         self._router = RouterLoss.of(config)
         self._with_routers: dict[str, object] = {"output_router_logits": True} if self._router.factor else {}
 
@@ -385,6 +386,7 @@ class CausalLM(LanguageModel):
         if too_long:
             self.one_row_per_forward(root.model)
         found = probe_packing(root, self, samples, device, dtype)
+        self._packs_proved = self.packs
         return [f"{too_long}: one row per forward", *found] if too_long else found
 
     def _beyond_packing(self) -> str:
@@ -401,6 +403,13 @@ class CausalLM(LanguageModel):
         positions = text.to_dict().get(own_name)
         longest = int(lengths.argmax())
         self._longest_row = max(self._longest_row, int(lengths[longest]))
+        too_long = self._beyond_packing() if self._packs_proved else ""
+        if too_long and self._packing_limit is not None:
+            raise ModelError(
+                f"{too_long}; rows of files that were read before are packed",
+                where=locate(longest),
+                remedy=f"lower data.max_length to {self._packing_limit.tokens}",
+            )
         if isinstance(positions, int) and lengths[longest] > positions:
             raise ModelError(
                 f"a row has {int(lengths[longest]):,} tokens, the model takes {positions:,} ({own_name})",
