@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from shardtune.config import load_recipe
 from shardtune.errors import ModelError
 from shardtune.models import packing_probe
 from shardtune.models.packing_limit import BLOCKS
 from shardtune.models.router_loss import RouterLoss
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.dist.training import quiet
 from tests.support.tiny_architectures import tiny_config
 from tests.support.zoo import (
     BY_DOCUMENT,
     BY_LENGTH,
     CAUSAL,
+    FP64,
     PACKED,
     SAME,
     THROUGHOUT,
@@ -93,6 +98,16 @@ def test_rows_beyond_what_packing_computes_are_not_packed(
     assert ours.notes[0] == f"{reason}, and a row has 18 tokens, more than 12: one row per forward"
     assert ours.how == BY_LENGTH
     assert relative(ours.numbers, expected) < 1e-10
+
+
+def test_a_longer_row_of_a_file_that_is_read_later_is_refused(tmp_path: Path) -> None:
+    values = decoder("llama4_text", tmp_path, FP64, {"attention_chunk_size": 20}).values
+    worker = SFTWorker(load_recipe(values), report=quiet)
+    worker.setup()
+    assert worker.adapter.rows_share_forwards
+    with pytest.raises(ModelError, match=r"a row has 21 tokens, more than 20; rows of files .* are packed"):
+        worker.adapter.check_rows(np.array([20, 21]), str)
+    worker.release()
 
 
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "jetmoe"])

@@ -67,6 +67,7 @@ REFUSED, IMPOSSIBLE, WRONG, CRASHED = "refused", "not built here", "WRONG", "CRA
 HOW = (PACKED, BY_DOCUMENT, BY_LENGTH, ONE_ROW)
 NEEDS_OTHER_ROWS = ("'pixel_values'", "the row has no image", "refuses it", "an image follows", "images; ")
 SAME, OTHER = "same", "OTHER"
+OTHERWISE_LOADED = "transformers loads {} otherwise than it wrote it"
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ def final_apart(
     changes = changed_tensors(again, expected)
     if not changes:
         return away, ""
-    return apart(reloaded, again, before, row), f"transformers does not load {changes} as it wrote it"
+    return apart(reloaded, again, before, row), OTHERWISE_LOADED.format(changes)
 
 
 def changed_tensors(got: nn.Module, expected: nn.Module) -> str:
@@ -432,10 +433,10 @@ def decoder(family: str, folder: Path, precision: str, changes: Mapping[str, Any
         make_tokenizer().save_pretrained(folder)
         model.save_pretrained(folder)
         read: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        changes = changed_tensors(read, model)
-        if changes:
+        altered = changed_tensors(read, model)
+        if altered:
             read.save_pretrained(folder)
-    note = f"transformers does not load {changes} as it wrote it" if changes else ""
+    note = OTHERWISE_LOADED.format(altered) if altered else ""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in text_rows()))
 
@@ -484,7 +485,9 @@ def compared(
     notes = [*ours.notes, *([precision] if precision != THROUGHOUT else [])]
     result = Result(kind, family, ours.how, relative(ours.numbers, expected), reason="; ".join(notes))
     final, note = final_apart(auto, folder / "final", model, start, rows[0], precision)
-    result = replace(result, final=final, reason="; ".join(filter(None, [material.note, result.reason, note])))
+    result = replace(
+        result, final=final, reason="; ".join(dict.fromkeys(filter(None, [material.note, result.reason, note])))
+    )
     if material.prompts is not None:
         result = replace(result, answers=same_answers(model, material.prompts(ours), ours.answers))
     if not thorough:
