@@ -127,7 +127,7 @@ def _changes(recorded: Sequence[Sequence[str]], now: Sequence[tuple[str, str]]) 
     """How the files and objects of one key differ from the recorded ones; empty for the same, perhaps elsewhere."""
     if [content for _, content in recorded] == [content for _, content in now]:
         return []
-    before, current = dict(recorded), dict(now)
+    before, current = {name: content for name, content in recorded}, dict(now)  # noqa: C416
     found = [
         f"{name} {'has changed' if name in current else 'is gone'}"
         for name, content in before.items()
