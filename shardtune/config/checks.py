@@ -11,7 +11,7 @@ from shardtune.config.model_names import BUILT_IN, POLICIES, TASKS
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import DataConfig, DataEntry, OptimConfig, Recipe
 from shardtune.config.shown import as_written
-from shardtune.config.values import LARGEST, OUT_OF_RANGE, WORKERS
+from shardtune.config.values import LARGEST, LOSSES, OUT_OF_RANGE, WORKERS
 from shardtune.errors import ConfigError, ParallelError
 
 
@@ -355,8 +355,34 @@ def _losses(context: Context) -> Iterator[ConfigError]:
             yield context.problem(
                 key,
                 f"{key} ({value:g}) is part of the built-in cross-entropy, which actor.loss ({actor.loss}) replaces",
-                f"leave it out and implement it in {actor.loss.rpartition(':')[2]}, or leave actor.loss out",
+                "leave it out, or leave actor.loss out"
+                if actor.loss in LOSSES
+                else f"leave it out and implement it in {actor.loss.rpartition(':')[2]}, or leave actor.loss out",
             )
+    if actor.loss == "distill":
+        if actor.teacher.model_path is None:
+            yield context.problem("actor.loss", "actor.loss: distill needs a teacher", "give actor.teacher.model_path")
+        if actor.teacher.top_k is not None and actor.teacher.divergence != "forward_kl":
+            yield context.problem(
+                "actor.teacher.top_k",
+                f"actor.teacher.top_k: {actor.teacher.top_k} keeps no probabilities for "
+                f"actor.teacher.divergence: {actor.teacher.divergence}",
+                "use forward_kl, or leave top_k out",
+            )
+        if actor.teacher.top_k is not None and actor.parallel.sequence > 1:
+            yield context.problem(
+                "actor.teacher.top_k",
+                "actor.teacher.top_k does not work with actor.parallel.sequence",
+                "compute the tokens in a run of one step without it, which keeps them in data.cache_dir, or leave "
+                "top_k out",
+            )
+        return
+    for name in actor.teacher.model_dump(exclude_defaults=True):
+        yield context.problem(
+            f"actor.teacher.{name}",
+            f"actor.teacher.{name} has no effect without actor.loss: distill",
+            "set that, or leave the key out",
+        )
 
 
 def _lora(context: Context) -> Iterator[ConfigError]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, TypedDict, cast
 
@@ -34,6 +35,8 @@ from shardtune.models.adapter import (
     cannot_share_sequences,
 )
 from shardtune.models.attention_implementation import attention_name, pretrained, set_attention, under_attention
+from shardtune.models.distillation import Distillation, Distilled, TeacherLogits, logits_of
+from shardtune.models.embedding_noise import embedding_noise
 from shardtune.models.language_head import AtHead, declared_transform, own_forward, same
 from shardtune.models.loss import (
     IDENTITY,
@@ -114,11 +117,13 @@ class CausalLM(LanguageModel):
     Attributes:
         source_losses: reads the training loss of each target; None: nothing does.
         value_loss: of the model's value head; None: none is trained.
+        noise_alpha: the scale of the noise on embeddings in training; 0: none.
     """
 
     token_term = TOKENS
     source_losses: TargetLosses | None = None
     value_loss: ValueLoss | None = None
+    noise_alpha: float = 0.0
 
     _auto: ClassVar[type[_BaseAutoModelClass]] = AutoModelForCausalLM
     _kind = "causal language model"
@@ -422,9 +427,15 @@ class CausalLM(LanguageModel):
 
     def train_loss(self, model: nn.Module, batch: Batch, token_loss: TokenLoss | None) -> dict[str, LossSum]:
         packed = cast(PackedBatch, batch)  # as `collate` has made it
-        at = self._to_head(model, packed, packed.target_positions)
+        with self._noise(model, packed) if self.noise_alpha else nullcontext():
+            at = self._to_head(model, packed, packed.target_positions)
         by_source = self.source_losses
-        losses = self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
+        if isinstance(token_loss, Distillation):
+            losses = token_loss.beside(
+                packed, lambda loss: self._losses(at, packed, loss, count_correct=False, by_source=by_source)[0]
+            )
+        else:
+            losses = self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
         traced = losses[TOKENS].total.requires_grad or any(term.total.requires_grad for term in losses.values())
         if torch.is_grad_enabled() and not traced:
             raise ModelError(
@@ -434,6 +445,18 @@ class CausalLM(LanguageModel):
                 "(actor.model.lora.modules_to_save), or everything",
             )
         return losses
+
+    def _noise(self, model: nn.Module, batch: PackedBatch) -> AbstractContextManager[None]:
+        """Noise on the embeddings of a training forward."""
+        embeddings, part = pretrained(model).get_input_embeddings(), None
+        if self._sequence is not None:
+            part = SequencePart.of(len(batch.input_ids), batch.target_positions, self._sequence)
+        return embedding_noise(embeddings, batch, self.noise_alpha, part)
+
+    def target_logits(self, model: nn.Module, batch: PackedBatch) -> TeacherLogits:
+        """The logits of a micro-batch's targets (of this rank, where ranks share sequences), computed when needed."""
+        at = self._to_head(model, batch, batch.target_positions)
+        return logits_of(at, IDENTITY if at.head is None else self._transform)
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
         packed = cast(PackedBatch, batch)  # as `collate` has made it
@@ -452,7 +475,7 @@ class CausalLM(LanguageModel):
 
     def _pieces(self, at: AtHead, batch: PackedBatch) -> Iterator[Prediction]:
         hidden = at.hidden if at.part is None else at.part.gather(at.hidden)
-        size = chunk_rows(hidden.device, self._vocabulary)
+        size = chunk_rows(hidden.device, self.vocabulary)
         for start in range(0, hidden.shape[0], size):
             rows = slice(start, start + size)
             logits = hidden[rows] if at.head is None else self._transform(at.head(hidden[rows]))
@@ -460,7 +483,8 @@ class CausalLM(LanguageModel):
             yield Prediction(logits, batch.targets[rows], batch.target_weights[rows])
 
     @property
-    def _vocabulary(self) -> int:
+    def vocabulary(self) -> int:
+        """The number of logits."""
         return self.config.get_text_config().vocab_size
 
     def _to_head(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> AtHead:
@@ -514,7 +538,7 @@ class CausalLM(LanguageModel):
         self,
         at: AtHead,
         batch: PackedBatch,
-        token_loss: TokenLoss,
+        token_loss: TokenLoss | Distilled,
         *,
         count_correct: bool,
         by_source: TargetLosses | None = None,
@@ -523,17 +547,24 @@ class CausalLM(LanguageModel):
         targets, weights = batch.targets, batch.target_weights
         if at.part is not None:
             targets, weights = at.part.select(targets), at.part.select(weights)
+            token_loss = token_loss.of(at.part.mine) if isinstance(token_loss, Distilled) else token_loss
         each = None
         if by_source is not None:
             each = torch.zeros(len(targets), dtype=accumulation_dtype(at.hidden.dtype), device=targets.device)
-        if type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy):
+        if isinstance(token_loss, Distilled) and type(at.head) is not nn.Linear:
+            logits = at.hidden if at.head is None else self._transform(at.head(at.hidden))
+            total, correct = linear_cross_entropy(
+                logits, None, targets, weights, loss=token_loss, count_correct=count_correct, each=each
+            )
+        elif type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy | Distilled):
             total, correct = linear_cross_entropy(
                 at.hidden, at.head.weight, targets, weights, bias=at.head.bias, transform=self._transform,
                 loss=token_loss, count_correct=count_correct, each=each,
             )  # fmt: skip
         else:
+            assert not isinstance(token_loss, Distilled)
             total, correct = head_cross_entropy(
-                at.hidden, same if at.head is None else at.head, self._vocabulary, targets, weights,
+                at.hidden, same if at.head is None else at.head, self.vocabulary, targets, weights,
                 transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss,
                 count_correct=count_correct, each=each,
             )  # fmt: skip

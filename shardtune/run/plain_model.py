@@ -19,8 +19,8 @@ from shardtune.config import ModelConfig, Recipe, load_recipe
 from shardtune.config.paths import exists, user_path
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.pretrained import load_config, settings_directory
-from shardtune.run.described_task import described_task
 from shardtune.run.choose_worker import make_worker
+from shardtune.run.described_task import described_task
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, holds_run
 from shardtune.run.overridden import EVERYTHING
 from shardtune.run.run import Run, load_run
