@@ -1,10 +1,10 @@
 """Train a tiny model of every architecture that transformers registers: `python bench/zoo.py`.
 
 Of each decoder (`AutoModelForCausalLM`) and each image-text-to-text family (`AutoModelForImageTextToText`) a tiny model
-is made from its config class and trained for four steps over ragged rows, as it trains by itself and one row at a time.
-Losses, gradient norms, weights and logits of the reloaded `final/`, greedy answers, and LoRA merged are compared with
-plain transformers (and PEFT). Rewrites the section `architectures` of docs/benchmarks.md and the list behind
-`shardtune models`; ends with exit code 1 where one is wrong or crashes.
+is made from its config class and trained for four steps over ragged rows, as it trains by itself and one row at a time,
+with its config's other settings, and in bf16. Losses, gradient norms, weights and logits of the reloaded `final/`,
+greedy answers, and LoRA merged are compared with plain transformers (and PEFT). Rewrites the section `architectures` of
+docs/benchmarks.md and the list behind `shardtune models`; ends with exit code 1 where one is wrong or crashes.
 
 Each architecture has a process of its own, forked from one that has imported everything, with a limit of CPU seconds.
 Results are lines of a file, so that the command goes on where it stopped; those of other versions of transformers do
@@ -54,15 +54,21 @@ FAMILIES = {CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, IMAGES: MODEL_FOR_IMAGE_T
 WAYS = (*HOW, REFUSED, IMPOSSIBLE, WRONG, CRASHED)
 INTRODUCTION = """\
 Every architecture that transformers registers for `AutoModelForCausalLM` and `AutoModelForImageTextToText`, tiny, from
-its own config class, with noise on all weights: four steps of SGD over five ragged rows, in fp64 (fp32 where a model's
-own code has no fp64), against plain transformers, one row at a time with eager attention. *Numbers* are losses and
+its own config class, with noise on all weights: four steps of SGD over five ragged rows, against plain transformers,
+one row at a time with eager attention. All of it is computed in fp64 *throughout*: where a model's own code chooses
+float32 (norms, softmax, routers, rotary positions), both sides compute in float64 too, so that rounding hides nothing
+and explains nothing (`fp64`: without that; `fp32`: the model's code takes nothing else). *Numbers* are losses and
 gradient norms in micro-batches of two, packed where that is exact; *alone* with one row per micro-batch; *final* the
 weights (relative to how far training moved them) and logits of the `final/` that plain transformers loads; *answers*
 two greedy continuations, by shardtune in one batch; *LoRA* losses, norms, weights and logits with it merged, against
-PEFT. All are largest relative differences; exact is below 1e-4 (*final* below 1e-3), as many models compute norms,
-routers and softmax in float32 in any precision (a hundred times that in fp32). `shardtune models` lists the exact
-ones."""
-HEADS = ("architecture", "trains", "numbers", "alone", "final", "answers", "LoRA", "why")
+PEFT. Of decoders also: *otherwise*, with embeddings tied the other way, the router's balance loss and a sliding window
+switched on, sharded by FSDP2 over a group of one rank and recomputed in the backward pass; *dropped*, with all of
+attention dropped out, where the config has such a probability. *bf16* is the first loss in bf16, against fp64. All are
+largest relative differences; exact is below 1e-8 (*final* 1e-7; *bf16* 0.05; in `fp64` 1e-4, in `fp32` 1e-2).
+`shardtune models` lists the exact ones."""
+HEADS = (
+    "architecture", "trains", "numbers", "alone", "final", "answers", "LoRA", "otherwise", "dropped", "bf16", "why",
+)  # fmt: skip
 
 Key = tuple[str, str]
 
@@ -118,11 +124,19 @@ def summary(results: Sequence[Result]) -> str:
 
 def line(result: Result) -> list[str]:
     """A row of the table."""
-    numbers = [f"{number:.0e}" for number in (result.numbers, result.alone, result.final)]
     if result.how not in (*HOW, WRONG):
-        return [result.family, result.how, "", "", "", "", "", result.reason]
-    lora = result.lora_reason or f"{result.lora:.0e}"
-    return [result.family, result.how, *numbers, result.answers or "-", lora, result.reason]
+        return [result.family, result.how, *[""] * (len(HEADS) - 3), result.reason]
+    numbers = [f"{number:.0e}" for number in (result.numbers, result.alone, result.final)]
+    others = [
+        reason or f"{number:.0e}"
+        for number, reason in (
+            (result.lora, result.lora_reason),
+            (result.otherwise, result.otherwise_reason),
+            (result.dropped, result.dropped_reason),
+            (result.bf16, result.bf16_reason),
+        )
+    ]
+    return [result.family, result.how, *numbers, result.answers or "-", *others, result.reason]
 
 
 def write_down(results: Sequence[Result]) -> None:

@@ -47,9 +47,21 @@ class RowDraws:
 
     def rand_like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Uniform numbers in [0, 1), otherwise as `randn_like`."""
-        dtype = _dtype(tensor)
-        digits = 1 - round(torch.tensor(torch.finfo(dtype).eps).log2().item())  # 24 of fp32, so that none rounds to 1
-        return _top_bits(self._hashes(f"uniform {name}", tensor), digits).double().mul_(2.0**-digits).to(dtype)
+        return _uniform(self._hashes(f"uniform {name}", tensor), _dtype(tensor))
+
+    def rand_tokens(self, name: str, tokens: torch.Tensor, row: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """For each of some tokens what `rand_like` gives for its row at its place: numbers in [0, 1).
+
+        Args:
+            name: of this draw.
+            tokens: [tokens, width]; gives dtype (at least fp32) and device.
+            row: int64 [tokens], the index of each token's row.
+            places: int64 [tokens], of each in its row.
+        """
+        numbers = torch.tensor(self.rows, dtype=torch.int64, device=tokens.device)
+        hashes = _mixed(places, _mixed(numbers, _seed(self.key, f"uniform {name}"))[row])
+        hashes = _mixed(torch.arange(tokens.shape[-1], device=tokens.device), hashes[:, None])
+        return _uniform(hashes, torch.promote_types(tokens.dtype, torch.float32))
 
     def _hashes(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """int64 in the shape of `tensor`: 64 random bits each."""
@@ -76,6 +88,12 @@ def _mixed(places: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
     values = (values ^ _top_bits(values, 34)) * _MIX[0]
     values = (values ^ _top_bits(values, 37)) * _MIX[1]
     return values ^ _top_bits(values, 33)
+
+
+def _uniform(hashes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers in [0, 1) of hashes."""
+    digits = 1 - round(torch.tensor(torch.finfo(dtype).eps).log2().item())  # 24 of fp32, so that none rounds to 1
+    return _top_bits(hashes, digits).double().mul_(2.0**-digits).to(dtype)
 
 
 def _top_bits(values: torch.Tensor, number: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from shardtune.config.model_names import BUILT_IN, POLICIES, TASKS
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import DataConfig, DataEntry, OptimConfig, Recipe
 from shardtune.config.shown import as_written
-from shardtune.config.values import LARGEST, OUT_OF_RANGE, WORKERS
+from shardtune.config.values import LARGEST, LOSSES, OUT_OF_RANGE, WORKERS
 from shardtune.errors import ConfigError, ParallelError
 
 
@@ -355,21 +355,40 @@ def _losses(context: Context) -> Iterator[ConfigError]:
             yield context.problem(
                 key,
                 f"{key} ({value:g}) is part of the built-in cross-entropy, which actor.loss ({actor.loss}) replaces",
-                f"leave it out and implement it in {actor.loss.rpartition(':')[2]}, or leave actor.loss out",
+                "leave it out, or leave actor.loss out"
+                if actor.loss in LOSSES
+                else f"leave it out and implement it in {actor.loss.rpartition(':')[2]}, or leave actor.loss out",
             )
+    if actor.loss == "distill":
+        if actor.teacher.model_path is None:
+            yield context.problem("actor.loss", "actor.loss: distill needs a teacher", "give actor.teacher.model_path")
+        if actor.teacher.top_k is not None and actor.teacher.divergence != "forward_kl":
+            yield context.problem(
+                "actor.teacher.top_k",
+                f"actor.teacher.top_k: {actor.teacher.top_k} keeps no probabilities for "
+                f"actor.teacher.divergence: {actor.teacher.divergence}",
+                "use forward_kl, or leave top_k out",
+            )
+        if actor.teacher.top_k is not None and actor.parallel.sequence > 1:
+            yield context.problem(
+                "actor.teacher.top_k",
+                "actor.teacher.top_k does not work with actor.parallel.sequence",
+                "compute the tokens in a run of one step without it, which keeps them in data.cache_dir, or leave "
+                "top_k out",
+            )
+        return
+    for name in actor.teacher.model_dump(exclude_defaults=True):
+        yield context.problem(
+            f"actor.teacher.{name}",
+            f"actor.teacher.{name} has no effect without actor.loss: distill",
+            "set that, or leave the key out",
+        )
 
 
 def _lora(context: Context) -> Iterator[ConfigError]:
     model = context.recipe.actor.model
     lora, section = model.lora, "actor.model.lora"
-    for axis in ("tensor", "expert"):
-        size = getattr(context.recipe.actor.parallel, axis)
-        if size > 1 and model.is_lora:
-            yield context.problem(
-                f"actor.parallel.{axis}",
-                f"actor.parallel.{axis}: {size} cannot be used with a low-rank adapter (actor.model.is_lora)",
-                "set it to 1: a frozen base is sharded by actor.parallel.data_shard",
-            )
+    tensor = context.recipe.actor.parallel.tensor
     if not model.is_lora:
         for name in lora.model_dump(exclude_defaults=True):
             yield context.problem(
@@ -396,6 +415,9 @@ def _lora(context: Context) -> Iterator[ConfigError]:
             ("dropout: 0.0, as PEFT has none for them", lora.target_parameters and lora.dropout),
             ("use_dora: false, as PEFT has none for them", lora.target_parameters and lora.use_dora),
         ],
+        "use_dora": [
+            ("parallel.tensor: 1, as it takes norms of whole matrices in each forward", lora.use_dora and tensor > 1)
+        ],
         "target_modules": [
             ("target_parameters, if it is empty", not lora.target_modules and not lora.target_parameters)
         ],
@@ -407,7 +429,10 @@ def _lora(context: Context) -> Iterator[ConfigError]:
             )
         ],
         "exclude_modules": [("target_modules", lora.exclude_modules and not lora.target_modules)],
-        "base_dtype": [("precision: bf16", lora.base_dtype == "bf16" and model.precision != "bf16")],
+        "base_dtype": [
+            ("precision: bf16", lora.base_dtype == "bf16" and model.precision != "bf16"),
+            ("parallel.tensor: 1, as blocks of its codes lie along rows", lora.base_dtype == "nf4" and tensor > 1),
+        ],
     }
     for name, rules in contradictions.items():
         for what, broken in rules:

@@ -17,6 +17,7 @@ from shardtune.config.recipe_file import MOST_LEVELS, unresolved
 from shardtune.config.schema import is_actors, present_key, short_key
 from shardtune.config.shown import as_written
 from shardtune.config.tree import Tree, get_section, set_value
+from shardtune.config.values import LOSSES
 from shardtune.errors import ConfigError, cut
 
 CONF = Path(__file__).parent / "conf"
@@ -255,10 +256,10 @@ def _is_option(group: str, value: object, override: Override) -> bool:
 
 
 def _no_such_option(group: str, value: object, override: Override) -> ConfigError:
-    near = difflib.get_close_matches(str(value), options(group), n=1)
+    near = difflib.get_close_matches(str(value), [*options(group), *(LOSSES if group == "loss" else ())], n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     instead = ", or any model with model.model_path=…" if group == "model" else ""
-    instead = ", or a function of yours, file.py:function" if group == "loss" else instead
+    instead = f", {', '.join(LOSSES)}, or a function of yours, file.py:function" if group == "loss" else instead
     return ConfigError(
         f"the config group {group} has no {value!r}",
         where=override.origin,

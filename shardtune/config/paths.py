@@ -16,7 +16,7 @@ from shardtune.errors import ConfigError, cut
 
 FORMATS = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".feather")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-MODEL_KEYS = ("actor.model.model_path", "actor.tokenizer.tokenizer_model")
+MODEL_KEYS = ("actor.model.model_path", "actor.tokenizer.tokenizer_model", "actor.teacher.model_path")
 FUNCTION_KEYS = (
     *("actor.worker", "actor.model.adapter", "actor.loss", "actor.optim.name", "data.transform"),
     *("eval.match", "eval.environment", "runner.callbacks", "eval.metrics"),

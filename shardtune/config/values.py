@@ -12,6 +12,8 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import InitErrorDetails
 
 FUNCTION_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*(?:\.\w+)*)")
+LOSSES = ("dft", "distill")
+"""Names of the built-in losses, for `actor.loss`."""
 WORKERS = ("sft_trainer",)
 """Names of the built-in workers, for `actor.worker`."""
 ENVIRONMENTS = ("reach", "point2d")
@@ -124,6 +126,10 @@ def _function_in_file(value: object) -> object:
 
 def _match(value: object) -> object:
     return value if value in ("exact", "numeric") else _function_in_file(value)
+
+
+def _loss(value: object) -> object:
+    return value if value in LOSSES else _function_in_file(value)
 
 
 def _worker(value: object) -> object:
@@ -295,6 +301,7 @@ RunName = Annotated[
     str, BeforeValidator(_run_name), Allowed('the name of a directory: text without ".." and without a leading "/"')
 ]
 FunctionInFile = Annotated[str, BeforeValidator(_function_in_file), Allowed("file.py:name")]
+LossName = Annotated[str, BeforeValidator(_loss), Allowed(f"{', '.join(LOSSES)}, or file.py:name")]
 Worker = Annotated[str, BeforeValidator(_worker), Allowed(f"{', '.join(WORKERS)}, or file.py:Class")]
 EnvironmentName = Annotated[
     str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, TypedDict, cast
 
@@ -34,6 +35,8 @@ from shardtune.models.adapter import (
     cannot_share_sequences,
 )
 from shardtune.models.attention_implementation import attention_name, pretrained, set_attention, under_attention
+from shardtune.models.distillation import Distillation, Distilled, TeacherLogits, logits_of
+from shardtune.models.embedding_noise import embedding_noise
 from shardtune.models.language_head import AtHead, declared_transform, own_forward, same
 from shardtune.models.loss import (
     IDENTITY,
@@ -48,9 +51,11 @@ from shardtune.models.loss import (
 )
 from shardtune.models.mixers import Mixers
 from shardtune.models.packed_attention import DOCUMENTS
+from shardtune.models.packing_limit import PackingLimit
 from shardtune.models.packing_probe import AGREEMENT, probe_packing
 from shardtune.models.pretrained import model_directory
 from shardtune.models.rescaling import keep_weights, restore_rescaling
+from shardtune.models.router_loss import RouterLoss
 from shardtune.models.sequence_part import SequencePart
 from shardtune.models.source_losses import TargetLosses
 from shardtune.models.user_metrics import Measure, Prediction
@@ -112,11 +117,13 @@ class CausalLM(LanguageModel):
     Attributes:
         source_losses: reads the training loss of each target; None: nothing does.
         value_loss: of the model's value head; None: none is trained.
+        noise_alpha: the scale of the noise on embeddings in training; 0: none.
     """
 
     token_term = TOKENS
     source_losses: TargetLosses | None = None
     value_loss: ValueLoss | None = None
+    noise_alpha: float = 0.0
 
     _auto: ClassVar[type[_BaseAutoModelClass]] = AutoModelForCausalLM
     _kind = "causal language model"
@@ -157,11 +164,10 @@ class CausalLM(LanguageModel):
         self._transform, self._other_transform = declared_transform(config), IDENTITY
         self._through_own_head = False
         self._leads = False  # whether the model's outputs may begin with positions that are no tokens
-        text = config.get_text_config().to_dict()
-        self._balance_factor = (
-            float(text.get("router_aux_loss_coef") or 0.0) if text.get("output_router_logits") else 0.0
-        )
-        self._experts_per_token = int(text.get("num_experts_per_tok") or 0)
+        self._packing_limit = PackingLimit.of(config)
+        self._longest_row, self._packs_proved = 0, False
+        self._router = RouterLoss.of(config)
+        self._with_routers: dict[str, object] = {"output_router_logits": True} if self._router.factor else {}
 
     def build(self) -> PreTrainedModel:
         model = self._model if self._model is not None else self._from_config()
@@ -238,7 +244,7 @@ class CausalLM(LanguageModel):
     @property
     def has_experts(self) -> bool:
         """Whether the model is a mixture of experts, whose group sizes depend on all tokens of a forward."""
-        return self._experts_per_token > 0
+        return self._router.experts_per_token > 0
 
     @property
     def sliding_window(self) -> int | None:
@@ -363,12 +369,15 @@ class CausalLM(LanguageModel):
                 raise cannot_share_sequences(
                     f"{type(model).__name__} with attn_implementation {self._attention}", "attention is not ours"
                 )
+            too_long = self._beyond_packing()
+            if too_long:
+                raise cannot_share_sequences(type(model).__name__, too_long)
             self._sequence = ranks.sequence_mesh
         declared, heads = pretrained(model), self._heads() if layout.tensor > 1 else None
         return apply_model_parallel(model, declared.tp_plan, declared.ep_plan, ranks, heads)
 
     def row_terms(self) -> Mapping[str, float]:
-        return {BALANCE: 1.0} if self._balance_factor else {}
+        return {BALANCE: 1.0} if self._router.factor else {}
 
     def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]:
         return choose_units(model, wrap=self._wrap)
@@ -378,14 +387,34 @@ class CausalLM(LanguageModel):
     ) -> list[str]:
         """Check on real rows that packing is exact for this model; otherwise stop packing."""
         assert isinstance(root, LanguageRoot)
-        return probe_packing(root, self, samples, device, dtype)
+        too_long = self._beyond_packing() if self.packs else ""
+        if too_long:
+            self.one_row_per_forward(root.model)
+        found = probe_packing(root, self, samples, device, dtype)
+        self._packs_proved = self.packs
+        return [f"{too_long}: one row per forward", *found] if too_long else found
+
+    def _beyond_packing(self) -> str:
+        """Why the longest row cannot be packed; empty if it can."""
+        limit = self._packing_limit
+        if limit is None or self._longest_row <= limit.tokens:
+            return ""
+        return f"{limit.reason}, and a row has {self._longest_row:,} tokens, more than {limit.tokens:,}"
 
     def check_rows(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:
-        """Refuse rows of more tokens than the model has positions for."""
+        """Refuse rows of more tokens than the model has positions for, and keep the length of the longest."""
         text = self.config.get_text_config()
         own_name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         positions = text.to_dict().get(own_name)
         longest = int(lengths.argmax())
+        self._longest_row = max(self._longest_row, int(lengths[longest]))
+        too_long = self._beyond_packing() if self._packs_proved else ""
+        if too_long and self._packing_limit is not None:
+            raise ModelError(
+                f"{too_long}; rows of files that were read before are packed",
+                where=locate(longest),
+                remedy=f"lower data.max_length to {self._packing_limit.tokens}",
+            )
         if isinstance(positions, int) and lengths[longest] > positions:
             raise ModelError(
                 f"a row has {int(lengths[longest]):,} tokens, the model takes {positions:,} ({own_name})",
@@ -398,9 +427,15 @@ class CausalLM(LanguageModel):
 
     def train_loss(self, model: nn.Module, batch: Batch, token_loss: TokenLoss | None) -> dict[str, LossSum]:
         packed = cast(PackedBatch, batch)  # as `collate` has made it
-        at = self._to_head(model, packed, packed.target_positions)
+        with self._noise(model, packed) if self.noise_alpha else nullcontext():
+            at = self._to_head(model, packed, packed.target_positions)
         by_source = self.source_losses
-        losses = self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
+        if isinstance(token_loss, Distillation):
+            losses = token_loss.beside(
+                packed, lambda loss: self._losses(at, packed, loss, count_correct=False, by_source=by_source)[0]
+            )
+        else:
+            losses = self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
         traced = losses[TOKENS].total.requires_grad or any(term.total.requires_grad for term in losses.values())
         if torch.is_grad_enabled() and not traced:
             raise ModelError(
@@ -410,6 +445,18 @@ class CausalLM(LanguageModel):
                 "(actor.model.lora.modules_to_save), or everything",
             )
         return losses
+
+    def _noise(self, model: nn.Module, batch: PackedBatch) -> AbstractContextManager[None]:
+        """Noise on the embeddings of a training forward."""
+        embeddings, part = pretrained(model).get_input_embeddings(), None
+        if self._sequence is not None:
+            part = SequencePart.of(len(batch.input_ids), batch.target_positions, self._sequence)
+        return embedding_noise(embeddings, batch, self.noise_alpha, part)
+
+    def target_logits(self, model: nn.Module, batch: PackedBatch) -> TeacherLogits:
+        """The logits of a micro-batch's targets (of this rank, where ranks share sequences), computed when needed."""
+        at = self._to_head(model, batch, batch.target_positions)
+        return logits_of(at, IDENTITY if at.head is None else self._transform)
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
         packed = cast(PackedBatch, batch)  # as `collate` has made it
@@ -428,7 +475,7 @@ class CausalLM(LanguageModel):
 
     def _pieces(self, at: AtHead, batch: PackedBatch) -> Iterator[Prediction]:
         hidden = at.hidden if at.part is None else at.part.gather(at.hidden)
-        size = chunk_rows(hidden.device, self._vocabulary)
+        size = chunk_rows(hidden.device, self.vocabulary)
         for start in range(0, hidden.shape[0], size):
             rows = slice(start, start + size)
             logits = hidden[rows] if at.head is None else self._transform(at.head(hidden[rows]))
@@ -436,13 +483,14 @@ class CausalLM(LanguageModel):
             yield Prediction(logits, batch.targets[rows], batch.target_weights[rows])
 
     @property
-    def _vocabulary(self) -> int:
+    def vocabulary(self) -> int:
+        """The number of logits."""
         return self.config.get_text_config().vocab_size
 
     def _to_head(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> AtHead:
         """Run the model up to its head, at some tokens."""
         model = cast(PreTrainedModel, model)  # as `build` has made it
-        arguments: dict[str, object] = {"output_router_logits": True} if self._balance_factor else {}
+        arguments = {**self._with_routers}
         input_ids, position_ids, part = batch.input_ids, batch.position_ids, None
         if self._sequence is not None:
             part = SequencePart.of(len(input_ids), positions, self._sequence)
@@ -462,7 +510,7 @@ class CausalLM(LanguageModel):
             if self.value_loss is not None:
                 arguments["output_hidden_states"] = True
             outputs, logits = own_forward(model, sequences, positions, arguments, leads=self._leads)
-            routers = outputs["router_logits"] if self._balance_factor else ()
+            routers = outputs["router_logits"] if self._router.factor else ()
             values = None
             if self.value_loss is not None:
                 states = outputs["hidden_states"][-1][:, -sequences.shape[1] :]
@@ -484,13 +532,13 @@ class CausalLM(LanguageModel):
         hidden = states.flatten(0, 1).index_select(0, positions)
         hidden = hidden.to(next(head.parameters(), hidden).dtype)
         values = None if self.value_loss is None else self.value_loss.values(model, hidden)
-        return AtHead(hidden, head, outputs["router_logits"] if self._balance_factor else (), part, values)
+        return AtHead(hidden, head, outputs["router_logits"] if self._router.factor else (), part, values)
 
     def _losses(
         self,
         at: AtHead,
         batch: PackedBatch,
-        token_loss: TokenLoss,
+        token_loss: TokenLoss | Distilled,
         *,
         count_correct: bool,
         by_source: TargetLosses | None = None,
@@ -499,17 +547,24 @@ class CausalLM(LanguageModel):
         targets, weights = batch.targets, batch.target_weights
         if at.part is not None:
             targets, weights = at.part.select(targets), at.part.select(weights)
+            token_loss = token_loss.of(at.part.mine) if isinstance(token_loss, Distilled) else token_loss
         each = None
         if by_source is not None:
             each = torch.zeros(len(targets), dtype=accumulation_dtype(at.hidden.dtype), device=targets.device)
-        if type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy):
+        if isinstance(token_loss, Distilled) and type(at.head) is not nn.Linear:
+            logits = at.hidden if at.head is None else self._transform(at.head(at.hidden))
+            total, correct = linear_cross_entropy(
+                logits, None, targets, weights, loss=token_loss, count_correct=count_correct, each=each
+            )
+        elif type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy | Distilled):
             total, correct = linear_cross_entropy(
                 at.hidden, at.head.weight, targets, weights, bias=at.head.bias, transform=self._transform,
                 loss=token_loss, count_correct=count_correct, each=each,
             )  # fmt: skip
         else:
+            assert not isinstance(token_loss, Distilled)
             total, correct = head_cross_entropy(
-                at.hidden, same if at.head is None else at.head, self._vocabulary, targets, weights,
+                at.hidden, same if at.head is None else at.head, self.vocabulary, targets, weights,
                 transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss,
                 count_correct=count_correct, each=each,
             )  # fmt: skip
@@ -518,10 +573,10 @@ class CausalLM(LanguageModel):
         if at.part is not None:  # the same on all ranks that share the sequences
             total, correct = at.part.sum(total), at.part.sum(correct)
         losses = {TOKENS: LossSum(total, batch.target_weight)}
-        if self._balance_factor:
+        if self._router.factor:
             routers = at.routers if at.part is None else tuple(at.part.whole(logits) for logits in at.routers)
-            balance = router_balance(routers, batch.cu_seqlens, batch.document_weights, self._experts_per_token)
-            losses[BALANCE] = LossSum(self._balance_factor * balance, float(batch.num_rows))
+            balance = router_balance(routers, batch.cu_seqlens, batch.document_weights, self._router.experts_per_token)
+            losses[BALANCE] = LossSum(self._router.factor * balance, float(batch.num_rows))
         if self.value_loss is not None and at.values is not None:
             losses[VALUE] = self.value_loss.loss(at.values, batch, training=not count_correct)
         return losses, correct
@@ -534,8 +589,11 @@ class CausalLM(LanguageModel):
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         self._mixers.whole()
         with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
-            further = self.further_inputs(batch)
-            return own_forward(model, batch.input_ids[None], positions, further, leads=self._leads)[1]
+            further: dict[str, object] = {**self.further_inputs(batch), **self._with_routers}
+            outputs, logits = own_forward(model, batch.input_ids[None], positions, further, leads=self._leads)
+        if self._router.factor:
+            self._router.check(type(model).__name__, outputs, AGREEMENT[logits.dtype])
+        return logits
 
     def further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """Inputs of the model's own forward besides tokens and their positions."""
@@ -563,5 +621,5 @@ class CausalLM(LanguageModel):
         with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
             generate: Any = model.generate
             # With a cache, router logits are those of the newest tokens only: no balance loss can be computed.
-            routers = {"output_router_logits": False} if self._balance_factor else {}
+            routers = {"output_router_logits": False} if self._router.factor else {}
             return generate(input_ids=input_ids, attention_mask=attention_mask, **arguments, **routers)

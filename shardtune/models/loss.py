@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,6 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from shardtune.config import ActorConfig
-from shardtune.config.user_code import check_call, load_function, named_errors
-from shardtune.errors import ConfigError
 from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.tensor_parallel import Slice, row_slice
 
@@ -75,15 +73,57 @@ class CrossEntropy:
         smoothing: the part of q that is spread evenly over the vocabulary, the rest is on t (arXiv:1512.00567,
             section 7; as `F.cross_entropy(label_smoothing=...)`).
         z: weight of the z-loss, which draws the normaliser L towards 0 (PaLM, arXiv:2204.02311, section 5).
+        by_probability: multiply by the probability of t, as a constant: dynamic fine-tuning (arXiv:2508.05629, eq. 9).
     """
 
     smoothing: float = 0.0
     z: float = 0.0
+    by_probability: bool = False
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Losses [n] of logits [n, vocabulary] and targets [n]."""
         losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.smoothing)
+        if self.by_probability:
+            losses = losses * losses.detach().neg().exp()
         return losses + self.z * logits.logsumexp(-1).square() if self.z else losses
+
+    def on_chunk(
+        self,
+        rows: slice,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        scale: torch.Tensor,
+        transform: LogitTransform,
+        with_grad: bool,
+        shared: SharedVocabulary | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `ChunkLoss`."""
+        largest = logits.amax(-1, keepdim=True) if shared is None else shared.largest(logits)
+        at_target = logits.gather(1, index) if shared is None else shared.at(logits, index)
+        vocabulary = logits.shape[-1] if shared is None else shared.size
+        if self.smoothing:
+            whole = logits.sum(-1, keepdim=True) if shared is None else shared.sum(logits.sum(-1, keepdim=True))
+            at_target = (1 - self.smoothing) * at_target + self.smoothing / vocabulary * whole
+        # A soft cap's gradient needs the logits once more; without one their memory is reused for their gradient.
+        powers = (logits - largest if transform.softcap is not None else logits.sub_(largest)).exp_()
+        sums = powers.sum(-1, keepdim=True) if shared is None else shared.sum(powers.sum(-1, keepdim=True))
+        normalizer = sums.log() + largest
+        losses = normalizer - at_target
+        if self.by_probability:
+            scale = scale * losses.neg().exp()
+        if self.z:
+            losses += self.z * normalizer.square()
+        losses = losses * scale
+        if not with_grad:
+            return losses, None
+        # d loss / d x_v = scale * (softmax_v * (1 + 2 z L) - q_v), where q_v is smoothing / vocabulary for every token
+        # and 1 - smoothing more at the target. Of 3 tokens with target 1 and no smoothing: scale * (p0, p1 - 1, p2).
+        factor = scale * (1 + 2 * self.z * normalizer) if self.z else scale
+        grad, at_targets = powers.mul_(factor / sums), -(1 - self.smoothing) * scale
+        grad = grad.scatter_add_(1, index, at_targets) if shared is None else shared.add_at(grad, index, at_targets)
+        if self.smoothing:
+            grad -= scale * (self.smoothing / vocabulary)
+        return losses, grad if transform is IDENTITY else transform.backward_(grad, logits)
 
 
 PLAIN = CrossEntropy()
@@ -91,33 +131,31 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Logits [n, vocabulary] and targets int64 [n] to losses [n]."""
 
 
-def chosen_loss(config: ActorConfig) -> TokenLoss | None:
-    """The training loss of a target that a recipe names; None for the model's own.
+class ChunkLoss(Protocol):
+    """The loss of the targets of a chunk with its gradient, computed while the chunk's logits exist."""
 
-    Raises:
-        ConfigError: the function of `actor.loss` cannot be used.
-    """
-    if config.loss is None:
-        changed = config.label_smoothing or config.z_loss
-        return CrossEntropy(config.label_smoothing, config.z_loss) if changed else None
-    spec, name = config.loss, config.loss.rpartition(":")[2]
-    function = load_function(spec, "actor.loss")
-    check_call(function, 2, f"{name}(outputs, targets)", f"actor.loss: {spec}")
+    def on_chunk(
+        self,
+        rows: slice,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        scale: torch.Tensor,
+        transform: LogitTransform,
+        with_grad: bool,
+        shared: SharedVocabulary | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weighted loss of each target, [rows, 1], and the gradient of their sum with respect to the head's output.
 
-    def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with named_errors(spec, "actor.loss"):
-            found = function(outputs, targets)
-        fits = isinstance(found, torch.Tensor) and found.shape == (len(outputs),) and found.is_floating_point()
-        if fits and found.requires_grad == outputs.requires_grad:
-            return found
-        what = f"{list(found.shape)} of {found.dtype}" if isinstance(found, torch.Tensor) else type(found).__name__
-        raise ConfigError(
-            f"{name} returned {what + ' without a graph' if fits else what} for {len(outputs)} targets",
-            where=f"actor.loss: {spec}",
-            remedy="return one loss per target, a tensor [n] computed from the outputs, without taking a mean or sum",
-        )
-
-    return losses
+        Args:
+            rows: the chunk's among the targets of the micro-batch.
+            logits: [rows, vocabulary], after the transform; they may be overwritten.
+            index: [rows, 1], the targets.
+            scale: [rows, 1], their weights.
+            transform: of the head's output.
+            with_grad: whether the gradient is needed; otherwise it is None.
+            shared: this rank's part of the vocabulary; None: `logits` has all of it.
+        """
+        ...
 
 
 class SharedVocabulary:
@@ -180,51 +218,6 @@ class SharedVocabulary:
         return place.where(here, 0), here
 
 
-def _chunk_loss(
-    logits: torch.Tensor,
-    index: torch.Tensor,
-    scale: torch.Tensor,
-    transform: LogitTransform,
-    loss: CrossEntropy,
-    with_grad: bool,
-    shared: SharedVocabulary | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weighted loss of each row, [rows, 1], and the gradient of their sum with respect to the head's output.
-
-    Overwrites the logits.
-
-    Args:
-        logits: [rows, vocabulary], after the transform.
-        index: [rows, 1], the targets.
-        scale: [rows, 1], their weights.
-        shared: this rank's part of the vocabulary; None: `logits` has all of it.
-    """
-    largest = logits.amax(-1, keepdim=True) if shared is None else shared.largest(logits)
-    at_target = logits.gather(1, index) if shared is None else shared.at(logits, index)
-    vocabulary = logits.shape[-1] if shared is None else shared.size
-    if loss.smoothing:
-        whole = logits.sum(-1, keepdim=True) if shared is None else shared.sum(logits.sum(-1, keepdim=True))
-        at_target = (1 - loss.smoothing) * at_target + loss.smoothing / vocabulary * whole
-    # A soft cap's gradient needs the logits once more; without one their memory is reused for their gradient.
-    powers = (logits - largest if transform.softcap is not None else logits.sub_(largest)).exp_()
-    sums = powers.sum(-1, keepdim=True) if shared is None else shared.sum(powers.sum(-1, keepdim=True))
-    normalizer = sums.log() + largest
-    losses = normalizer - at_target
-    if loss.z:
-        losses += loss.z * normalizer.square()
-    losses = losses * scale
-    if not with_grad:
-        return losses, None
-    # d loss / d x_v = scale * (softmax_v * (1 + 2 z L) - q_v), where q_v is smoothing / vocabulary for every token and
-    # 1 - smoothing more at the target. Of 3 tokens with target 1 and no smoothing: scale * (p0, p1 - 1, p2).
-    factor = scale * (1 + 2 * loss.z * normalizer) if loss.z else scale
-    grad, at_targets = powers.mul_(factor / sums), -(1 - loss.smoothing) * scale
-    grad = grad.scatter_add_(1, index, at_targets) if shared is None else shared.add_at(grad, index, at_targets)
-    if loss.smoothing:
-        grad -= scale * (loss.smoothing / vocabulary)
-    return losses, grad if transform is IDENTITY else transform.backward_(grad, logits)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Weighted sum of the cross-entropy of `transform(hidden @ weight.T + bias)`, chunk by chunk.
 
@@ -250,13 +243,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # CPU by converting the factors, the head once.
         mixed = hidden.is_cuda and hidden.dtype != acc
         multiply = partial(torch.mm, out_dtype=acc) if mixed else torch.mm
-        head = weight if mixed else weight.to(acc)
+        head = weight if mixed or weight is None else weight.to(acc)
         # By the whole vocabulary: all tensor-parallel ranks need the same number of chunks.
-        chunk = chunk_rows(hidden.device, weight.shape[0] if part is None else part.total)
+        whole = hidden.shape[-1] if weight is None else weight.shape[0]
+        chunk = chunk_rows(hidden.device, whole if part is None else part.total)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             inputs = hidden[rows] if mixed else hidden[rows].to(acc)
-            logits = multiply(inputs, head.t())
+            logits = hidden[rows].to(acc, copy=True) if head is None else multiply(inputs, head.t())
             if bias is not None:
                 logits += bias.to(acc)
             if transform is not IDENTITY:
@@ -266,7 +260,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 likeliest = logits.argmax(-1, keepdim=True) if shared is None else shared.likeliest(logits)
                 correct += ((likeliest == index) & (scale > 0)).sum()
             needs_grad = needs_hidden or needs_weight or needs_bias
-            losses, grad = _chunk_loss(logits, index, scale, transform, loss, needs_grad, shared)
+            losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared)
             total += losses.sum()
             if each is not None:
                 each[rows] = losses[:, 0]
@@ -274,6 +268,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+            if head is None:
+                if grad_hidden is not None:
+                    grad_hidden[rows] = grad
+                continue
             grad = grad.to(inputs.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = multiply(grad, head)
@@ -284,7 +282,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if part is not None and grad_hidden is not None:
             dist.all_reduce(grad_hidden, group=part.ranks.get_group())  # each rank's is from its part of the head only
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = (hidden.dtype, *(None if each is None else each.dtype for each in (weight, bias)))
         ctx.mark_non_differentiable(correct)
         return total, correct
 
@@ -299,21 +297,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def linear_cross_entropy(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     targets: torch.Tensor,
     target_weights: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
     transform: LogitTransform = IDENTITY,
-    loss: CrossEntropy = PLAIN,
+    loss: ChunkLoss = PLAIN,
     count_correct: bool = False,
     each: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted sum over targets of the cross-entropy of a linear head, with the number of correct arg-maxes.
+    """The weighted sum over targets of the loss of a linear head, with the number of correct arg-maxes.
 
     Args:
         hidden: [targets, width], any floating dtype; half precision is summed in fp32.
-        weight: [vocabulary, width], of the same dtype; under tensor parallelism a DTensor, sharded by rows.
+        weight: [vocabulary, width], of the same dtype; under tensor parallelism a DTensor, sharded by rows. None:
+            `hidden` has logits.
         targets: int64 [targets].
         target_weights: float32 [targets].
         bias: [vocabulary] or None; sharded like the weight.

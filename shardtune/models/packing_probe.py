@@ -146,11 +146,11 @@ def _own_logits(root: LanguageRoot, adapter: Choices, row: Sample, device: torch
     """The logits of transformers' own forward of a row alone.
 
     Raises:
-        ModelError: transformers cannot compute this model.
+        ModelError: transformers cannot compute this model, or computes another balance loss of its routers.
     """
     try:
         return root.reference_logits(adapter.collate([row], [0], {}).to(device), _ends(row).to(device))
-    except NOT_THE_MODELS:
+    except (*NOT_THE_MODELS, ModelError):
         raise
     except Exception as error:  # a model's code is third-party and may raise anything
         raise _cannot_compute(root, row, _named(error)) from error

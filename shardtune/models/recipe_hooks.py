@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shardtune.config import Recipe
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, WholeStepAdapter
-from shardtune.models.loss import TokenLoss, chosen_loss
+from shardtune.models.causal_lm import CausalLM
+from shardtune.models.chosen_loss import chosen_loss
+from shardtune.models.distillation import Distillation
+from shardtune.models.loss import TokenLoss
+from shardtune.models.teacher import find_teacher
 from shardtune.models.user_metrics import METRICS, UserMetrics
 
 R = TypeVar("R", bound=AdapterRoot)
@@ -28,10 +32,12 @@ class Hooks:
     Attributes:
         token_loss: the training loss of a target; None: the adapter's own.
         metrics: of evaluation.
+        teacher: the adapter of the teacher, where the loss needs one.
     """
 
     token_loss: TokenLoss | None
     metrics: UserMetrics
+    teacher: CausalLM | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, adapter: Adapter, *, training: bool) -> Hooks:
@@ -52,6 +58,17 @@ class Hooks:
         for key, value in requested.items():
             if value and not adapter.predicts:
                 raise _no_predictions(key, adapter, recipe)
+        if training and actor.neftune_alpha is not None:
+            if not isinstance(adapter, CausalLM):
+                raise ConfigError(
+                    f"actor.neftune_alpha is noise on the embeddings of tokens, and {type(adapter).__name__} is no "
+                    "language model of transformers",
+                    where=recipe.where("actor.neftune_alpha") or "actor.neftune_alpha",
+                    remedy="leave it out, or add the noise in the adapter's own loss (batch.rand_like)",
+                )
+            adapter.noise_alpha = actor.neftune_alpha
+        if isinstance(hooks.token_loss, Distillation):
+            return replace(hooks, teacher=find_teacher(recipe, adapter))
         return hooks
 
     def check_terms(self, terms: Collection[str], adapter: Adapter) -> None:

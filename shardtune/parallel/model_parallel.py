@@ -10,6 +10,7 @@ from torch import nn
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from shardtune.errors import ParallelError
+from shardtune.parallel.adapted_layers import spread_adapters
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.tensor_parallel import Heads, Plan, expanded, parallelise, without_experts
 
@@ -47,14 +48,21 @@ def apply_model_parallel(
     """
     layout = ranks.layout
     partial = parallelise(model, without_experts(tensor_plan), ranks.tensor_mesh, heads) if layout.tensor > 1 else []
-    experts = _spread_experts(model, expert_plan, ranks) if layout.expert > 1 else []
-    return ModelParallel(tuple(partial), tuple(experts))
+    if layout.expert == 1:
+        return ModelParallel(tuple(partial))
+    experts, adapters = _spread_experts(model, expert_plan, ranks)
+    return ModelParallel((*partial, *adapters), tuple(experts))
 
 
-def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> list[nn.Module]:
-    """Distribute whole experts over ranks; transformers' layers route tokens to them and back."""
+def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> tuple[list[nn.Module], list[str]]:
+    """Distribute whole experts over ranks; transformers' layers route tokens to them and back.
+
+    Returns:
+        The modules that have experts, and the names of the parameters of their adapters.
+    """
     named = expanded(model, plan)
-    experts = [model.get_submodule(name) for name, style in named if style == DISPATCHED]
+    names = [name for name, style in named if style == DISPATCHED]
+    experts = [model.get_submodule(name) for name in names]
     if not experts:
         raise ParallelError(
             f"{type(model).__name__} declares no experts that could be spread over ranks",
@@ -70,10 +78,12 @@ def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> 
             where=WHERE,
             remedy=f"set it to {nearest}",
         )
-    apply_expert_parallelism(model, ranks.expert_mesh["expert"], ranks.tensor_mesh, dict(named))
+    mesh = ranks.expert_mesh["expert"]
+    adapters = [parameter for name in names for parameter in spread_adapters(model, name, mesh)]
+    apply_expert_parallelism(model, mesh, ranks.tensor_mesh, dict(named))
     for module in experts if ranks.layout.tensor > 1 else ():
         _own_output(module)
-    return experts
+    return experts, adapters
 
 
 def _own_output(module: nn.Module) -> None:

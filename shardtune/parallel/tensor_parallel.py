@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from shardtune.errors import ParallelError
+from shardtune.parallel.adapted_layers import WHOLE, base_modules, share_adapter, trains_rows, without_adapter
 from shardtune.parallel.collectives import replicated_input
 from shardtune.parallel.meta_init import local_offsets
 from shardtune.parallel.torch_private import quieten_redistribution, set_parameter
@@ -94,17 +95,20 @@ def parallelise(model: nn.Module, plan: Plan, ranks: DeviceMesh, heads: Heads | 
     partial: list[str] = []
     for name, style in expanded(model, plan):
         owner, _, key = name.rpartition(".")
+        layer = without_adapter(name)
         if style == PARTIAL:
             partial += [name] if name in dict(model.named_parameters()) else []
-        elif repeated and any(part in KEY_VALUE for part in name.split(".")[-2:]):
+        elif repeated and any(part in KEY_VALUE for part in layer.split(".")[-2:]):
             assert heads is not None
-            if key in KEY_VALUE:
-                _repeat_heads(model.get_submodule(name), ranks, heads)
-                partial += [f"{name}.{parameter}" for parameter, _ in model.get_submodule(name).named_parameters()]
+            if layer.rpartition(".")[2] in KEY_VALUE:
+                _repeat_heads(model.get_submodule(layer), ranks, heads)
+                partial += [f"{layer}.{parameter}" for parameter, _ in model.get_submodule(layer).named_parameters()]
         elif key in dict(model.get_submodule(owner).named_parameters(recurse=False)):
-            ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), key, ranks)
-        else:
+            if not (style in WHOLE and trains_rows(model, owner)):
+                ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), key, ranks)
+        elif not (style in WHOLE and trains_rows(model, name)):
             ALL_PARALLEL_STYLES[style].install_forward(model.get_submodule(name), ranks)
+            share_adapter(model, name, style, ranks)
     _share_again(model, shared)
     if repeated:
         assert heads is not None
@@ -177,7 +181,7 @@ def _wildcards(model: nn.Module) -> set[str]:
     """The names of modules and parameters, with `*` for numbers, also as they are without an adapter."""
     found = (*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False)))
     names = {replace_layer_number_by_wildcard(name) for name in found if name}
-    return names | {name.replace(".base_layer", "") for name in names}
+    return names | {without_adapter(name) for name in names}
 
 
 def _check_plan(model: nn.Module, plan: Plan) -> None:
@@ -207,13 +211,16 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
 
 
 def expanded(model: nn.Module, plan: Plan) -> list[tuple[str, str]]:
-    """Each parameter and module that the plan names, a module's parameters before the module itself."""
+    """Each parameter and module that the plan names, a module's parameters before the module itself.
+
+    The plan has the names that the model has without adapters; those returned are its names with them.
+    """
     found: list[tuple[str, str]] = []
-    for name, module in model.named_modules():
-        style = plan.get(replace_layer_number_by_wildcard(name))
+    for name, module in base_modules(model):
+        style = plan.get(replace_layer_number_by_wildcard(without_adapter(name)))
         for key, _ in module.named_parameters(recurse=False):
             path = f"{name}.{key}" if name else key
-            chosen = plan.get(replace_layer_number_by_wildcard(path), style)
+            chosen = plan.get(replace_layer_number_by_wildcard(without_adapter(path)), style)
             found += [(path, chosen)] if chosen is not None else []
         found += [(name, style)] if style is not None and name else []
     return found

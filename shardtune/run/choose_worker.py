@@ -21,7 +21,7 @@ from shardtune.config.model_names import (
     registered_worker,
 )
 from shardtune.config.user_code import code_hashes, import_plugins, load_function, names_in
-from shardtune.config.values import ENVIRONMENTS, FUNCTION_IN_FILE
+from shardtune.config.values import ENVIRONMENTS, FUNCTION_IN_FILE, LOSSES
 from shardtune.errors import ConfigError
 from shardtune.models.action.check_length import check_stored_length
 from shardtune.models.registered_functions import require_known
@@ -214,6 +214,7 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "actor.loss": actor.loss is not None,
         "actor.label_smoothing": actor.label_smoothing > 0,
         "actor.z_loss": actor.z_loss > 0,
+        "actor.neftune_alpha": actor.neftune_alpha is not None,
         "actor.max_tokens_per_micro_batch": actor.max_tokens_per_micro_batch is not None,
         "actor.global_batch_tokens": actor.global_batch_tokens is not None,
         "data.eval_split": data.eval_split > 0,
@@ -261,7 +262,8 @@ def user_code(recipe: Recipe) -> dict[str, str]:
     """A hash of each user code file that a recipe names."""
     worker = None if recipe.actor.worker in BUILT_IN_WORKERS else recipe.actor.worker
     environment = None if recipe.eval.environment in ENVIRONMENTS else recipe.eval.environment
-    named = [worker, recipe.actor.model.adapter, recipe.actor.loss, environment, *recipe.eval.metrics]
+    loss = None if recipe.actor.loss in LOSSES else recipe.actor.loss
+    named = [worker, recipe.actor.model.adapter, loss, environment, *recipe.eval.metrics]
     named += [recipe.actor.optim.name] if FUNCTION_IN_FILE.fullmatch(recipe.actor.optim.name) else []
     named += [name for name in recipe.runner.logger.logger_backends if FUNCTION_IN_FILE.fullmatch(name)]
     return code_hashes(recipe.plugins, [*named, *recipe.runner.callbacks])

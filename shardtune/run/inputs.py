@@ -28,7 +28,7 @@ from shardtune.run.identity import MANIFEST, read_manifest
 from shardtune.run.resume_check import is_free
 
 MODEL, MODEL_TYPE = "actor.model.model_path", "actor.model.model_type"
-TOKENIZER = "actor.tokenizer.tokenizer_model"
+TOKENIZER, TEACHER = "actor.tokenizer.tokenizer_model", "actor.teacher.model_path"
 IN_MEMORY = "the object in memory"
 NOT_COMPARED = "not compared"
 KNOWN = "models_in_memory"
@@ -71,7 +71,8 @@ def run_inputs(recipe: Recipe, objects: Objects, in_memory: Inputs) -> Inputs:
         for name, content in contents(Path(path)).items():
             add(key, str(Path(path) / name), content)
     for key in MODEL_KEYS:
-        add(key, f"{get_value(tree, key)}", _revision(get_value(tree, key)))
+        for name, content in _of_hub(get_value(tree, key)):
+            add(key, name, content)
     for name, digest in code_hashes([plugin for plugin in recipe.plugins if not plugin.endswith(".py")]).items():
         add("plugins", name, digest)
     for thing in registered(recipe.actor.model.model_type):
@@ -114,19 +115,47 @@ def changed_inputs(run_dir: Path, now: Inputs) -> dict[str, list[str]]:
     recorded: Mapping[str, Sequence[Sequence[str]]] = manifest["inputs"]
     changes: dict[str, list[str]] = {}
     for key in dict.fromkeys([*recorded, *now]):
-        pairs, others = [(name, content) for name, content in recorded.get(key, [])], now.get(key, [])
-        if [content for _, content in pairs] == [content for _, content in others]:
-            continue  # the same, perhaps elsewhere
-        before, current = dict(pairs), dict(others)
-        if key == MODEL and current.get(IN_MEMORY) in manifest[KNOWN]:
-            continue
-        found = [
-            f"{name} {'has changed' if name in current else 'is gone'}"
-            for name, content in before.items()
-            if current.get(name) != content
-        ]
-        changes[key] = [*found, *(f"{name} is new" for name in current if name not in before)] or ["reordered"]
+        before, current = recorded.get(key, []), now.get(key, [])
+        if (found := _changes(before, current)) and not (
+            key == MODEL and dict(current).get(IN_MEMORY) in manifest[KNOWN]
+        ):
+            changes[key] = found
     return changes
+
+
+def _changes(recorded: Sequence[Sequence[str]], now: Sequence[tuple[str, str]]) -> list[str]:
+    """How the files and objects of one key differ from the recorded ones; empty for the same, perhaps elsewhere."""
+    if [content for _, content in recorded] == [content for _, content in now]:
+        return []
+    before, current = {name: content for name, content in recorded}, dict(now)  # noqa: C416
+    found = [
+        f"{name} {'has changed' if name in current else 'is gone'}"
+        for name, content in before.items()
+        if current.get(name) != content
+    ]
+    return [*found, *(f"{name} is new" for name in current if name not in before)] or ["reordered"]
+
+
+def check_same_teacher(run_dir: Path, recipe: Recipe) -> None:
+    """Refuse to continue a run whose teacher has other files than the manifest records.
+
+    The weights of the model come from the checkpoint; those of the teacher are read again.
+    """
+    path = recipe.actor.teacher.model_path
+    recorded: Mapping[str, Sequence[Sequence[str]]] = read_manifest(run_dir).get("inputs", {})
+    allowed = any(f"{TEACHER}.".startswith(f"{name}.") for name in recipe.runner.allow_changes)
+    if path is None or TEACHER not in recorded or allowed:
+        return
+    found = contents(Path(path)).items() if Path(path).is_absolute() else ()
+    now = [(str(Path(path) / name), content) for name, content in found] or _of_hub(path)
+    if changed := _changes(recorded[TEACHER], now):
+        raise CheckpointError(
+            "the teacher is not the one that this run was trained with so far:\n    "
+            + "\n    ".join(_shortened(changed)),
+            where=str(run_dir),
+            remedy="put it back, choose another runner.logger.experiment_name, or go on all the same with "
+            f"runner.allow_changes=[{TEACHER}]",
+        )
 
 
 def check_finished(run_dir: Path, recipe: Recipe, objects: Objects) -> list[str]:
@@ -172,16 +201,16 @@ def _shortened(changes: Sequence[str]) -> list[str]:
     return [*changes[:4], *([f"and {len(changes) - 4} more"] if len(changes) > 4 else [])]
 
 
-def _revision(name: object) -> str | None:
-    """The commit of a Hub model or tokenizer that is on this machine; None for a directory."""
+def _of_hub(name: object) -> list[tuple[str, str]]:
+    """A Hub model or tokenizer that is on this machine, with its commit; empty for a directory."""
     if not isinstance(name, str) or Path(name).is_absolute():
-        return None
+        return []
     repository, revision = split_revision(name)
     for file in ("config.json", "tokenizer_config.json"):
         found = try_to_load_from_cache(repository, file, revision=revision)
         if isinstance(found, str):
-            return Path(found).parent.name
-    return None
+            return [(name, Path(found).parent.name)]
+    return []
 
 
 def _code_of(thing: type | Callable[..., object]) -> str | None:

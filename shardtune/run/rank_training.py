@@ -38,6 +38,7 @@ from shardtune.run.final import FinalScore, check_final, write_final
 from shardtune.run.inputs import (
     KNOWN,
     Inputs,
+    check_same_teacher,
     input_notes,
     known_models,
     object_inputs,
@@ -101,6 +102,7 @@ class RankTraining:
         report = silent if self._display is None else self._display.report
         sound = sound_first((newest, *plan.older), self._worker.ranks, report)
         check_same_data(sound[0], self._worker.task.data_files(), self._recipe.runner.allow_changes)
+        check_same_teacher(sound[0].resolve().parent.parent, self._recipe)
         self._notes = self._worker.ranks.broadcast(input_notes(sound[0].resolve().parent.parent, self._inputs))
         return replace(plan, resume_from=sound[0], older=tuple(sound[1:]))
 

@@ -18,6 +18,7 @@ from shardtune.parallel.ranks import choose_device
 from shardtune.run.choose_worker import check_worker, make_worker, worker_class
 from shardtune.run.directory import RunPlan
 from shardtune.run.display import Display
+from shardtune.run.inputs import check_same_teacher
 from shardtune.run.resume_check import check_same_data
 from shardtune.run.train_rank import watching
 from shardtune.training.recorder import Recording
@@ -42,6 +43,7 @@ def train_on_this_machine(
             readable = [path for path in candidates if damaged_file(path, STATE_FILE) is None]
             if readable:  # the ranks choose a checkpoint; each is of the same data
                 check_same_data(readable[0], worker.task.data_files(), recipe.runner.allow_changes)
+                check_same_teacher(readable[0].resolve().parent.parent, recipe)
             del worker
     with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
         file = Path(folder) / "recipe.yaml"

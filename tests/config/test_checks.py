@@ -101,8 +101,12 @@ def test_several_contradictions_come_together(load):
     assert str(error.value).startswith("4 mistakes")
 
 
-@pytest.mark.parametrize("axis", ["tensor", "expert"])
-def test_low_rank_layers_are_not_shared(load, axis):
-    with pytest.raises(ConfigError, match="low-rank adapter") as error:
-        load("actor.model.is_lora=true", "runner.nproc_per_node=2", f"actor.parallel.{axis}=2")
-    assert f"where:  override actor.parallel.{axis}=2" in str(error.value)
+@pytest.mark.parametrize(("name", "value"), [("use_dora", "true"), ("base_dtype", "nf4")])
+def test_adapters_that_need_whole_matrices_are_not_shared(load, name, value):
+    with pytest.raises(ConfigError, match=f"lora.{name}: {value} needs parallel.tensor: 1"):
+        load(
+            "actor.model.is_lora=true",
+            "runner.nproc_per_node=2",
+            "actor.parallel.tensor=2",
+            f"actor.model.lora.{name}={value}",
+        )

@@ -118,9 +118,12 @@ TWO_PLACES = {
     "columns": "the same, for one source",
     "lr": "the same, for some parameters",
     "mode": "the same, for another purpose: the direction of `monitor`",
+    "model_path": "the same, for another model: the teacher's weights",
     "monitor": "the same, for another purpose: a metric that is watched",
     "name": "what its owner is called: an optimizer, a source of rows",
+    "precision": "the same, for another model: the teacher's numbers",
     "scale": "the same, for another purpose: a range, by torchvision's name in two of its transforms",
+    "temperature": "what logits are divided by: of sampled answers, or of both models in a distillation",
     "weight": "how much its owner counts: a source among others, the value head's loss beside that of actions",
     "weight_decay": "the same, for some parameters",
 }

@@ -96,6 +96,7 @@ data: {train_data_paths: {path: a.jsonl, weight: 2}}
         ("lr=abc", "actor.optim.lr: 'abc' is not allowed"),
         ("model=lama", "did you mean llama?"),
         ("loss=dpo", "the config group loss has no 'dpo'"),
+        ("loss=destil", "did you mean distill? there are: sft, dft, distill, or a function of yours"),
         ("model=[llama,qwen]", "the config group model has no ['llama', 'qwen']"),
         ("datasets=[ultrachatt]", "did you mean ultrachat?"),
     ],

@@ -18,6 +18,7 @@ READERS_OWN = {
     "houses_model.py",
     "doubles.py",
     "distil.py",
+    "lion.py",
     "matches.py",
     "prices.py",
     "launch.py",

@@ -16,13 +16,13 @@ from shardtune.config import ActorConfig
 from shardtune.config.user_code import import_file
 from shardtune.errors import ConfigError
 from shardtune.models import loss as loss_module
+from shardtune.models.chosen_loss import chosen_loss
 from shardtune.models.loss import (
     IDENTITY,
     PLAIN,
     CrossEntropy,
     LogitTransform,
     TokenLoss,
-    chosen_loss,
     head_cross_entropy,
     linear_cross_entropy,
     router_balance,

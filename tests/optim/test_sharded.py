@@ -112,7 +112,7 @@ def test_each_trains_alike_on_two_ranks_and_resumes_bitwise(tmp_path: Path, own:
         {"name": THEIRS, "args": {"relative_step": False}},
     ]
     if not few:
-        given = [{"name": "Adafactor"}, {"name": "Rprop"}]
+        given = [{"name": "Adafactor"}, {"name": "Rprop"}, {"name": "AdamW", "args": {"fused": True}}]
     recipes = [recipe(model, rows, **keys) for _ in given]
     for values, optim in zip(recipes, given, strict=True):
         values["actor"]["optim"] |= optim

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dist.layouts import EXPERTS, LAYOUTS, LaidOut, LayoutRuns
+from tests.support.dist.layouts import ADAPTED, ADAPTED_EXPERTS, EXPERTS, LAYOUTS, LaidOut, LayoutRuns
 from tests.support.dist.parity import EXACT
 
 pytestmark = pytest.mark.lengthy
 
-SOME = ("DDP-2", "HSDP 2 x 2-4", "FSDP 2 x TP 2-4", "FSDP 2 x SP 2-4", "offload-2")
-SOME_EXPERTS = ("FSDP 2 x EP 2-4", "TP 2 x EP 4-4")
+SOME = ("DDP-2", "HSDP 2 x 2-4", "FSDP 2 x TP 2-4", "FSDP 2 x SP 2-4", "offload-2", "LoRA, FSDP 2 x TP 2-4")
+SOME_EXPERTS = ("FSDP 2 x EP 2-4", "TP 2 x EP 4-4", "LoRA, TP 2 x EP 4-4")
 CASES = [
-    pytest.param("dense", [layout for layout in LAYOUTS if str(layout) in SOME], id="dense"),
-    pytest.param("qwen3_moe", [layout for layout in EXPERTS if str(layout) in SOME_EXPERTS], id="experts"),
-    pytest.param("dense", LAYOUTS, id="dense, all", marks=pytest.mark.slow),
-    pytest.param("qwen3_moe", EXPERTS, id="experts, all", marks=pytest.mark.slow),
+    pytest.param("dense", [layout for layout in (*LAYOUTS, *ADAPTED) if str(layout) in SOME], id="dense"),
+    pytest.param(
+        "qwen3_moe", [each for each in (*EXPERTS, *ADAPTED_EXPERTS) if str(each) in SOME_EXPERTS], id="experts"
+    ),
+    pytest.param("dense", (*LAYOUTS, *ADAPTED), id="dense, all", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", (*EXPERTS, *ADAPTED_EXPERTS), id="experts, all", marks=pytest.mark.slow),
 ]
 
 

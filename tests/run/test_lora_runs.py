@@ -159,9 +159,11 @@ WORDS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tiny: Tiny) -> Tiny:
-    """Three runs on two ranks, one of them in two parts."""
+    """Two runs on two ranks, each in two parts, and one at a stretch; new tokens on ranks that share matrices."""
     parts = tiny.recipe("on 2, in parts", **{**QLORA, "runner__max_steps": 2})
-    rest = [tiny.recipe("on 2, in parts", **QLORA), tiny.recipe("words on 2", **WORDS)]
+    shared = {**WORDS, "actor__parallel__tensor": 2}
+    begun = tiny.recipe("words on 2", **{**shared, "runner__max_steps": 2})
+    rest = [tiny.recipe("on 2, in parts", **QLORA), begun, tiny.recipe("words on 2", **shared)]
     train_on_ranks(2, [tiny.recipe("on 2", **QLORA), parts, *rest], timeout=240)
     return tiny
 
@@ -203,6 +205,9 @@ def test_new_tokens_get_embeddings_of_which_they_alone_are_trained(on_two_ranks:
     assert please == tokenizer.convert_tokens_to_ids("please")
     for line, other in zip(lines(tiny.run("words on 2")), lines(made.dir), strict=True):
         assert line["train/loss"] == pytest.approx(other["train/loss"], rel=1e-9)
+    shared = load_file(tiny.run("words on 2") / "final" / "adapter_model.safetensors")
+    for name, tensor in load_file(made.dir / "final" / "adapter_model.safetensors").items():
+        assert torch.allclose(shared[name], tensor, rtol=1e-8, atol=1e-8), name
     merged, adapted, embedding = merged_and_adapted(tiny, made, tmp_path / "merged")
     assert float((merged - adapted).abs().max()) < 1e-5
     before = AutoModelForCausalLM.from_pretrained(tiny.folder / "model").get_input_embeddings().weight.detach()

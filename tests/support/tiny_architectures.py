@@ -262,6 +262,12 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
         "n_mamba_heads": 4,
     },
     "youtu": {"initializer_range": 0.02, "embedding_initializer_range": 0.02},
+    "prophetnet": {"max_position_embeddings": 64, "pad_token_id": 0},  # each forward makes a mask of their square
+    "gpt_neo": {"window_size": 8},
+    "modernbert-decoder": {"local_attention": 8},
+    "inkling_text": {"sliding_window_size": 8},
+    "inkling2_text": {"sliding_window_size": 8},
+    "doge": {"keep_window_size": 8},
     "zaya": {"num_experts_per_tok": 1},
     "dots3_note": {
         "vision_config.adapter_in_dim": 32,

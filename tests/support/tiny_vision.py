@@ -313,14 +313,14 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_vl_hybrid": {
         "config": {
-            "vision_config.image_size": 48,
-            "vision_config.patch_size": 2,
             "high_res_vision_config.image_size": 64,
-            "high_res_vision_config.patch_size": 4,
+            "high_res_vision_config.patch_size": 8,
+            "high_res_vision_config.window_size": 4,
+            "high_res_vision_config.output_channels": 8,
             "high_res_vision_config.global_attn_indexes": [0],
         },
-        "pixels": {"size": {"height": 48, "width": 48}, "high_res_size": {"height": 64, "width": 64}},
-        "processor": {"num_image_tokens": 576},
+        "pixels": {"high_res_size": {"height": 64, "width": 64}},
+        "processor": {"num_image_tokens": 4},
     },
     "granite_docling": {
         "config": {"vision_config.scale_factor": 2, "vision_config.deepstack_visual_indexes": [0]},

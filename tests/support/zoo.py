@@ -6,47 +6,68 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from shardtune.batch import Prompt
 from shardtune.config import load_recipe
+from shardtune.config.rank_layout import Layout
 from shardtune.errors import ShardtuneError
 from shardtune.evaluate.generate import Sampling
 from shardtune.models.packing_probe import MIXED
+from shardtune.parallel.ranks import Ranks, close_group, lay_out
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.training import make_tokenizer, quiet, recipe
-from tests.support.tiny_architectures import DECODERS, Impossible, shake, tiny_config
+from tests.support.float64 import Float64Throughout
+from tests.support.tiny_architectures import DECODERS, SIZES, Impossible, shake, tiny_config
 from tests.support.tiny_vision import ROWS_OF_IMAGES, VISION, image_rows, inputs_of, save_family
 
 CAUSAL, IMAGES = "causal_lm", "vision_language"
-STEPS, LORA_STEPS = 4, 2
+STEPS, LORA_STEPS, OTHER_STEPS = 4, 2, 1
 ROWS, MICRO_BATCH = 5, 2
 LR = 1e-3
 """Small, as some tiny models multiply the rounding of a step thirtyfold in the next."""
 NEW_TOKENS = 5
 PROMPTS = (0, 2)
 """Rows of different lengths whose prompts are answered together."""
-WITHIN = {"fp64": 1e-4, "fp32": 1e-2}
+THROUGHOUT, FP64, FP32 = "fp64 throughout", "fp64", "fp32"
+"""How the numbers are computed: in float64 even where the model's code chooses float32; in float64 but for that; in
+float32, where the model's code takes nothing else."""
+PRECISION = {THROUGHOUT: FP64, FP64: FP64, FP32: FP32}
+"""As a recipe names it."""
+LESS = {THROUGHOUT: FP64, FP64: FP32}
+"""What is tried where a model cannot be computed."""
+WITHIN = {THROUGHOUT: 1e-7, FP64: 1e-4, FP32: 1e-2}
 """Largest relative difference of an exact family: many compute norms and routers in float32 whatever the dtype."""
 FINAL = {precision: 10 * within for precision, within in WITHIN.items()}
 """Likewise of the weights, relative to how far they have moved."""
-DTYPE = {"fp64": torch.float64, "fp32": torch.float32}
+WITHIN_BF16 = 0.05
+"""Likewise of the first loss in bf16 from that in float64."""
+DTYPE = {THROUGHOUT: torch.float64, FP64: torch.float64, FP32: torch.float32, "bf16": torch.bfloat16}
+ATTENTION_DROPOUT = (
+    "attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout_prob",
+    "attention_dropout_prob", "attn_dropout_rate",
+)  # fmt: skip
+ROUTER_FACTOR = 0.5
+"""Of a router's balance loss, so that it counts."""
 UNCOMPUTABLE = "own forward of one row"
 PACKED, BY_DOCUMENT, BY_LENGTH, ONE_ROW = "packed", "packed, mixers by row", "rows of one length", "one row"
 REFUSED, IMPOSSIBLE, WRONG, CRASHED = "refused", "not built here", "WRONG", "CRASHED"
 HOW = (PACKED, BY_DOCUMENT, BY_LENGTH, ONE_ROW)
 NEEDS_OTHER_ROWS = ("'pixel_values'", "the row has no image", "refuses it", "an image follows", "images; ")
 SAME, OTHER = "same", "OTHER"
+OTHERWISE_LOADED = "transformers loads {} otherwise than it wrote it"
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,10 @@ class Result:
         answers: whether greedy answers are the same.
         lora: of the losses of LoRA, and of the reloaded weights with it merged.
         lora_reason: why there is no such number.
+        otherwise: likewise of losses and gradient norms with other settings of the config (embeddings tied or not, the
+            router's balance loss, windows), sharded over a group of one rank, and recomputed in the backward pass.
+        dropped: likewise where dropout drops all of attention.
+        bf16: of the first loss in bf16, from that in float64.
         reason: of a refusal, in words; otherwise why it is not packed.
     """
 
@@ -76,22 +101,31 @@ class Result:
     answers: str = ""
     lora: float = 0.0
     lora_reason: str = ""
+    otherwise: float = 0.0
+    otherwise_reason: str = ""
+    dropped: float = 0.0
+    dropped_reason: str = ""
+    bf16: float = 0.0
+    bf16_reason: str = ""
     reason: str = ""
 
     @property
     def largest(self) -> float:
         """The largest difference of all but `final`, which is relative to how far training has moved each weight."""
-        return max(self.numbers, self.alone, self.lora)
+        return max(self.numbers, self.alone, self.lora, self.otherwise, self.dropped)
 
 
 # -- plain transformers ------------------------------------------------------------------------------------------------
 
 Forward = Callable[[nn.Module], tuple[torch.Tensor, torch.Tensor]]
 """The logits [tokens, vocabulary] of a row, by a model, and its labels [tokens], -100 where there is no target."""
+Further = Callable[[nn.Module], torch.Tensor]
+"""What a model adds to the mean loss of a row, besides cross-entropy: its router's balance loss."""
 
 
-def trained(model: nn.Module, rows: Sequence[Forward], steps: int) -> list[float]:
-    """Loss and gradient norm of each step by plain torch and transformers, one row after the other."""
+def trained(model: nn.Module, rows: Sequence[Forward], steps: int, further: Sequence[Further] = ()) -> list[float]:
+    """Loss and gradient norm of each step by plain torch and transformers, one row after the other; what is added to
+    each row's loss is averaged over rows."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=LR)
     numbers = []
@@ -103,8 +137,16 @@ def trained(model: nn.Module, rows: Sequence[Forward], steps: int) -> list[float
             loss = F.cross_entropy(logits[:-1], labels[1:], reduction="sum", ignore_index=-100)
             loss.backward()
             total, count = total + float(loss.detach()), count + int((labels[1:] != -100).sum())
-        gradients = [p.grad.div_(count) for p in parameters if p.grad is not None]
-        numbers += [total / count, float(torch.nn.utils.get_total_norm(gradients))]
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        balance = 0.0
+        for add in further:
+            added = add(model) / len(rows)
+            added.backward()
+            balance += float(added.detach())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        numbers += [total / count + balance, float(torch.nn.utils.get_total_norm(gradients))]
         optimizer.step()
     return numbers
 
@@ -114,6 +156,19 @@ def text_row(sample: Any) -> Forward:
     ids = torch.tensor(sample.input_ids, dtype=torch.long)
     labels = ids.masked_fill(torch.tensor(sample.loss_weights) == 0, -100)
     return lambda model: (model(input_ids=ids[None], use_cache=False).logits[0], labels)
+
+
+def balance_of(sample: Any) -> Further:
+    """What transformers adds to the loss of a row of text for its routers."""
+    ids = torch.tensor(sample.input_ids, dtype=torch.long)[None]
+
+    def added(model: Any) -> torch.Tensor:
+        whole, plain = (
+            model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=on) for on in (True, False)
+        )
+        return whole.loss - plain.loss
+
+    return added
 
 
 def image_row(given: Mapping[str, torch.Tensor], labels: torch.Tensor, dtype: torch.dtype) -> Forward:
@@ -131,7 +186,7 @@ def loaded(auto: Any, folder: Path, precision: str) -> Any:
     lost = {key: found[key] for key in ("missing_keys", "mismatched_keys") if found[key]}
     if lost:
         raise AssertionError(f"{folder.name}: {lost}")
-    if precision == "fp64" and model.config._experts_implementation is not None:
+    if DTYPE[precision] is torch.float64 and model.config._experts_implementation is not None:
         model.set_experts_implementation("eager")
     return model.train()
 
@@ -151,6 +206,32 @@ def apart(got: nn.Module, expected: nn.Module, before: nn.Module, row: Forward) 
     weights = max(away[name] / max(by, least) for name, by in moved.items())
     (ours, _), (theirs, _) = row(got.eval()), row(expected.eval())
     return max(weights, float((ours - theirs).abs().max() / theirs.abs().max()))
+
+
+def final_apart(
+    auto: Any, folder: Path, expected: Any, before: nn.Module, row: Forward, precision: str
+) -> tuple[float, str]:
+    """How far a written directory is from a model of plain transformers, and a note.
+
+    What plain transformers loads may differ from what it wrote: Youtu's class sets the embedding of the padding token
+    to zero at each load. The model is then taken as plain transformers writes and loads it itself.
+    """
+    reloaded = loaded(auto, folder, precision)
+    away = apart(reloaded, expected, before, row)
+    if away < FINAL[precision]:
+        return away, ""
+    expected.save_pretrained(folder / "plain")
+    again = loaded(auto, folder / "plain", precision)
+    changes = changed_tensors(again, expected)
+    if not changes:
+        return away, ""
+    return apart(reloaded, again, before, row), OTHERWISE_LOADED.format(changes)
+
+
+def changed_tensors(got: nn.Module, expected: nn.Module) -> str:
+    """The names of the tensors of a model that differ from another's."""
+    first, other = got.state_dict(), expected.state_dict()
+    return ", ".join(name for name, value in other.items() if not torch.equal(first[name], value))
 
 
 def relative(got: Sequence[float], expected: Sequence[float]) -> float:
@@ -189,7 +270,12 @@ class Trained:
 
 
 def by_shardtune(
-    values: dict[str, Any], *, prepared: Any = None, final: Path | None = None, adapter: Path | None = None
+    values: dict[str, Any],
+    *,
+    prepared: Any = None,
+    final: Path | None = None,
+    adapter: Path | None = None,
+    sharded: bool = False,
 ) -> Trained:
     """Train a recipe.
 
@@ -198,7 +284,11 @@ def by_shardtune(
         prepared: its rows, encoded.
         final: where the model is written; LoRA is merged. There are answers then.
         adapter: where LoRA is written before the first step.
+        sharded: with FSDP2 over a group of this process alone.
     """
+    if sharded:
+        with one_rank(), patch("shardtune.training.worker.base.join_ranks", one_rank_of_group):
+            return by_shardtune(values, prepared=prepared, final=final, adapter=adapter)
     worker = SFTWorker(load_recipe(values), prepared=prepared, report=quiet)
     made = Trained(prepared=worker.prepared)
     try:
@@ -229,11 +319,26 @@ def by_shardtune(
         worker.release()
 
 
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        close_group()
+
+
+def one_rank_of_group(*_: object) -> Ranks:
+    """The only rank of the open group, with a mesh: what is sharded is a DTensor there as with many."""
+    return lay_out(Layout(), 0, torch.device("cpu"))
+
+
 def values_for(kind: str, model: Path, rows: Path, precision: str) -> dict[str, Any]:
     optim = {"name": "SGD", "lr": LR, "clip_grad": None, "weight_decay": 0.0, "lr_scheduler": "constant"}
     made = recipe(
         model, rows, runner__max_steps=STEPS, actor__micro_batch_size=MICRO_BATCH, actor__global_batch_size=ROWS,
-        actor__model__precision=precision, actor__model__model_type=kind, data__eval_data_paths=str(rows),
+        actor__model__precision=PRECISION[precision], actor__model__model_type=kind, data__eval_data_paths=str(rows),
         eval__generate=True,
     )  # fmt: skip
     made["actor"]["optim"] = optim
@@ -279,6 +384,27 @@ def text_rows() -> list[dict[str, str]]:
     ]
 
 
+def otherwise(config: PreTrainedConfig) -> dict[str, Any]:
+    """Other settings that checkpoints of a family have: of ties, routers and windows."""
+    values = config.to_dict()
+    made: dict[str, Any] = {}
+    if "tie_word_embeddings" in values:
+        made["tie_word_embeddings"] = not values["tie_word_embeddings"]
+    if "output_router_logits" in values:
+        made["output_router_logits"] = True
+        made |= {key: ROUTER_FACTOR for key in ("router_aux_loss_coef", "aux_loss_coef") if key in values}
+    kinds = values.get("layer_types")
+    if kinds and set(kinds) == {"full_attention"} and "sliding_window" in values:
+        made |= {"layer_types": ["sliding_attention", *kinds[1:]], "sliding_window": SIZES["sliding_window"]}
+        made |= {"use_sliding_window": True} if "use_sliding_window" in values else {}
+    return made
+
+
+def without_attention(config: PreTrainedConfig) -> dict[str, Any]:
+    """Settings with which dropout of attention weights drops all of them, in training alone: nothing is drawn."""
+    return {key: 1.0 for key in config.to_dict() if key in ATTENTION_DROPOUT}
+
+
 @dataclass(frozen=True)
 class Material:
     """A tiny model on disk and its rows.
@@ -288,21 +414,29 @@ class Material:
         values: the recipe.
         rows: gives the rows of plain transformers, from those of shardtune.
         prompts: likewise what is answered; None: answers are not compared.
+        note: about the model's files.
     """
 
     auto: Any
     values: dict[str, Any]
     rows: Callable[[Trained], list[Forward]]
     prompts: Callable[[Trained], list[dict[str, torch.Tensor]]] | None
+    note: str = ""
 
 
-def decoder(family: str, folder: Path, precision: str) -> Material:
+def decoder(family: str, folder: Path, precision: str, changes: Mapping[str, Any] | None = None) -> Material:
     with building():
         torch.manual_seed(1)
-        model: Any = AutoModelForCausalLM.from_config(tiny_config(family, DECODERS.get(family, {})))
+        own = {**DECODERS.get(family, {}), **(changes or {})}
+        model: Any = AutoModelForCausalLM.from_config(tiny_config(family, own))
         shake(model)
         make_tokenizer().save_pretrained(folder)
         model.save_pretrained(folder)
+        read: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        altered = changed_tensors(read, model)
+        if altered:
+            read.save_pretrained(folder)
+    note = OTHERWISE_LOADED.format(altered) if altered else ""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in text_rows()))
 
@@ -311,7 +445,7 @@ def decoder(family: str, folder: Path, precision: str) -> Material:
         return [{"input_ids": torch.from_numpy(asked.row(number).prompt_ids).long()[None]} for number in PROMPTS]
 
     values = values_for(CAUSAL, folder, file, precision)
-    return Material(AutoModelForCausalLM, values, lambda made: [text_row(one) for one in made.samples], prompts)
+    return Material(AutoModelForCausalLM, values, lambda made: [text_row(one) for one in made.samples], prompts, note)
 
 
 def with_images(family: str, folder: Path, precision: str, kind: str) -> Material:
@@ -336,8 +470,11 @@ def with_images(family: str, folder: Path, precision: str, kind: str) -> Materia
     )
 
 
-def compared(material: Material, family: str, folder: Path, precision: str, *, thorough: bool) -> Result:
-    """One architecture, by shardtune and by plain transformers; thorough: one row at a time and with LoRA too."""
+def compared(
+    material: Material, family: str, folder: Path, precision: str, *, thorough: bool
+) -> tuple[Result, Trained]:
+    """One architecture, by shardtune and by plain transformers, and what shardtune has made of it; thorough: one row
+    at a time and with LoRA too."""
     kind, auto, values = material.values["actor"]["model"]["model_type"], material.auto, material.values
     ours = by_shardtune(values, final=folder / "final")
     start, model = loaded(auto, folder, precision), loaded(auto, folder, precision)
@@ -345,17 +482,57 @@ def compared(material: Material, family: str, folder: Path, precision: str, *, t
     expected = trained(model, rows, STEPS)
     if not all(math.isfinite(number) for number in expected):
         raise Impossible("plain transformers computes no finite numbers at small sizes")
-    notes = [*ours.notes, *(["fp32"] if precision == "fp32" else [])]
+    notes = [*ours.notes, *([precision] if precision != THROUGHOUT else [])]
     result = Result(kind, family, ours.how, relative(ours.numbers, expected), reason="; ".join(notes))
-    reloaded = loaded(auto, folder / "final", precision)
-    result = replace(result, final=apart(reloaded, model, start, rows[0]))
+    final, note = final_apart(auto, folder / "final", model, start, rows[0], precision)
+    result = replace(
+        result, final=final, reason="; ".join(dict.fromkeys(filter(None, [material.note, result.reason, note])))
+    )
     if material.prompts is not None:
         result = replace(result, answers=same_answers(model, material.prompts(ours), ours.answers))
     if not thorough:
-        return result
+        return result, ours
     alone = by_shardtune(changed(values, actor={"micro_batch_size": 1}), prepared=ours.prepared)
     result = replace(result, alone=relative(alone.numbers, expected))
-    return with_lora(result, material, ours, rows, folder, precision)
+    return with_lora(result, material, ours, rows, folder, precision), ours
+
+
+def in_other_ways(family: str, folder: Path, precision: str) -> dict[str, Any]:
+    """What becomes of a decoder with its config's other settings, and with attention dropped."""
+    config = AutoConfig.from_pretrained(folder)
+    found: dict[str, Any] = {}
+    for name, changes in (("otherwise", otherwise(config)), ("dropped", without_attention(config))):
+        if not changes:
+            continue
+        try:
+            found[name] = with_settings(family, changes, folder / name, precision)
+        except Impossible:
+            found[f"{name}_reason"] = "-"
+        except Exception as error:  # whatever a model's code raises, or shardtune refuses
+            found[f"{name}_reason"] = f"{type(error).__name__}: {one_line(error)}"
+    return found
+
+
+def in_bf16(material: Material, exact: Trained) -> dict[str, Any]:
+    """The relative difference of the first loss in bf16, or why there is none."""
+    values = changed(material.values, runner={"max_steps": 1}, actor={"model": {"precision": "bf16"}})
+    try:
+        return {"bf16": relative(by_shardtune(values, prepared=exact.prepared).numbers[:1], exact.numbers[:1])}
+    except Exception as error:  # whatever a model's code raises, or shardtune refuses
+        return {"bf16_reason": f"{type(error).__name__}: {one_line(error)}"}
+
+
+def with_settings(family: str, changes: Mapping[str, Any], folder: Path, precision: str) -> float:
+    """The largest relative difference of losses and gradient norms with changes of the config; sharded over a group of
+    one rank, and recomputed in the backward pass where the model can."""
+    with throughout(precision):
+        material = decoder(family, folder, precision, changes)
+        start = loaded(material.auto, folder, precision)
+        model = {"gradient_checkpointing": start.supports_gradient_checkpointing}
+        values = changed(material.values, runner={"max_steps": OTHER_STEPS}, actor={"model": model})
+        ours = by_shardtune(values, sharded=True)
+        routers = [balance_of(one) for one in ours.samples] if changes.get("output_router_logits") else []
+        return relative(ours.numbers, trained(start, material.rows(ours), OTHER_STEPS, routers))
 
 
 def same_answers(model: Any, prompts: list[dict[str, torch.Tensor]], ours: list[list[int]] | Exception) -> str:
@@ -392,38 +569,44 @@ def with_lora(
         joined = tuned.merge_and_unload()
     except Exception as error:  # PEFT may raise anything for a model that it does not know
         return replace(result, lora_reason=f"PEFT: {type(error).__name__}: {one_line(error)}")
+    away, _ = final_apart(auto, merged, joined, loaded(auto, folder, precision), rows[0], precision)
     reloaded = loaded(auto, merged, precision)
-    away = apart(reloaded, joined, loaded(auto, folder, precision), rows[0])
     with torch.no_grad():
         inside, _ = rows[0](reloaded.eval())
     merging = float((inside - beside).abs().max() / beside.abs().max())
     return replace(result, lora=max(relative(ours.numbers, expected), away, merging))
 
 
+def throughout(precision: str) -> AbstractContextManager[object]:
+    """The context to compute in."""
+    return Float64Throughout() if precision == THROUGHOUT else nullcontext()
+
+
 def tried(
-    kind: str, family: str, folder: Path, precision: str = "fp64", rows_of: str = "", *, thorough: bool = True
+    kind: str, family: str, folder: Path, precision: str = THROUGHOUT, rows_of: str = "", *, thorough: bool = True
 ) -> Result:
-    """One architecture's result, whatever it raises; in fp32 where plain transformers has no fp64 for it, and with
-    fewer kinds of rows where plain transformers takes no others."""
+    """One architecture's result, whatever it raises; in a lesser precision where plain transformers cannot compute it,
+    and with fewer kinds of rows where plain transformers takes no others."""
     rows_of = rows_of or ROWS_OF_IMAGES[-1 if "whole" in VISION.get(family, {}) else 0]
     fewer = dict(pairwise(ROWS_OF_IMAGES)).get(rows_of) if kind == IMAGES else None
-    place = folder / f"{precision}-{rows_of.replace(' ', '-')}"
+    place = folder / f"{precision}-{rows_of}".replace(" ", "-")
     place.mkdir()
 
     def again(error: Exception) -> Result | None:
         if fewer and any(what in str(error) for what in NEEDS_OTHER_ROWS):
             return tried(kind, family, folder, precision, fewer, thorough=thorough)
         refused = isinstance(error, ShardtuneError)
-        if precision == "fp64" and (UNCOMPUTABLE in str(error) if refused else isinstance(error, RuntimeError)):
-            return tried(kind, family, folder, "fp32", rows_of, thorough=thorough)
+        if precision in LESS and (UNCOMPUTABLE in str(error) if refused else isinstance(error, RuntimeError)):
+            return tried(kind, family, folder, LESS[precision], rows_of, thorough=thorough)
         return None
 
     try:
-        if kind == CAUSAL:
-            material = decoder(family, place, precision)
-        else:
-            material = with_images(family, place, precision, rows_of)
-        result = compared(material, family, place, precision, thorough=thorough)
+        with throughout(precision):
+            if kind == CAUSAL:
+                material = decoder(family, place, precision)
+            else:
+                material = with_images(family, place, precision, rows_of)
+            result, exact = compared(material, family, place, precision, thorough=thorough)
     except Impossible as error:
         return Result(kind, family, IMPOSSIBLE, reason=str(error))
     except ShardtuneError as error:
@@ -435,7 +618,12 @@ def tried(
         return crashed(kind, family, error)
     if kind == IMAGES and rows_of != ROWS_OF_IMAGES[0]:
         result = replace(result, reason=f"{result.reason} ({rows_of})".strip())
-    if result.largest < WITHIN[precision] and result.final < FINAL[precision] and result.answers != OTHER:
+    if thorough:
+        result = replace(result, **in_bf16(material, exact))
+    if thorough and kind == CAUSAL:
+        result = replace(result, **in_other_ways(family, place, precision))
+    same_numbers = result.largest < WITHIN[precision] and result.final < FINAL[precision]
+    if same_numbers and result.answers != OTHER and result.bf16 < WITHIN_BF16:
         return result
     return replace(result, how=WRONG, reason=f"{result.how}: {result.reason}")
 

@@ -153,8 +153,8 @@ TABLE: Table = {
         "the same command continues a run of shardtune; checkpoints of others are not read"
     ),
     "auto_resume_from_checkpoints": NotNeeded("the same command always continues a run"),
-    "neftune_noise_alpha": Missing("there is no NEFTune: leave it out, or add the noise in an adapter's forward"),
-    "noisy_embedding_alpha": Missing("there is no NEFTune: leave it out, or add the noise in an adapter's forward"),
+    "neftune_noise_alpha": To("actor.neftune_alpha", as_number, note="a row's length is its own, without padding"),
+    "noisy_embedding_alpha": To("actor.neftune_alpha", as_number, note="a row's length is its own, without padding"),
     "plugins": Missing("plugins here are your own files; Axolotl's kernels are not needed for the numbers", (None,)),
     "auto_find_batch_size": Missing("a run that does not fit names what would: lower actor.micro_batch_size"),
     "trainer_cls": Missing("actor.worker: FILE.py:CLASS"),

@@ -103,7 +103,7 @@ TABLE: Table = {
     "deterministic": To("runner.deterministic", is_on),
     "streaming": Missing("rows are read into a cache of tokens, which is memory-mapped"),
     "tokenized_path": To("data.cache_dir"),
-    "use_dft_loss": Missing("actor.loss: FILE.py:FUNCTION"),
+    "use_dft_loss": To("actor.loss", lambda value: "dft" if is_on(value) else None),
     "use_asft_loss": Missing("actor.loss: FILE.py:FUNCTION"),
     "use_eaft_loss": Missing("actor.loss: FILE.py:FUNCTION"),
     "enable_torch_profiler": Missing("runner.profile_steps: [FIRST, LAST]"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shardtune.config.foreign import rules
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, files_of, first_row
-from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
+from shardtune.config.foreign.table import By, Missing, NoCounterpart, NotNeeded, Table, To, each
 from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, training_arguments
 from shardtune.config.foreign.values import as_number, is_on, names, whole
 
@@ -19,6 +19,17 @@ MARKS = (
 )
 PLAIN_LORA = "actor.model.is_lora: true"
 FOUR_BITS = "actor.model.is_lora: true and actor.model.lora.base_dtype: nf4"
+
+
+def _loss(value: object) -> object:
+    """`loss_type` as a loss of ours."""
+    if value in (None, "nll", "chunked_nll"):
+        return None
+    if value == "dft":
+        return "dft"
+    raise NoCounterpart("the losses are cross-entropy and dft; another is actor.loss: FILE.py:FUNCTION")
+
+
 TABLE: Table = {
     **TRAINING_ARGUMENTS,
     "model_name_or_path": To("actor.model.model_path"),
@@ -78,9 +89,7 @@ TABLE: Table = {
     "pad_to_multiple_of": NotNeeded("rows are packed, not padded"),
     "completion_only_loss": By("data.train_on: assistant (or all)"),
     "assistant_only_loss": By("data.train_on: assistant"),
-    "loss_type": Missing(
-        "the loss is the negative log-likelihood; another is actor.loss: FILE.py:FUNCTION", (None, "nll", "chunked_nll")
-    ),
+    "loss_type": To("actor.loss", _loss),
     "activation_offloading": Missing(
         "actor.model.gradient_checkpointing: true saves more; actor.fsdp_config.cpu_offload is for weights"
     ),

@@ -12,7 +12,7 @@ from shardtune.config.values import (
     Arguments,
     Count,
     CountOrUnlimited,
-    FunctionInFile,
+    LossName,
     NamePattern,
     Names,
     Number,
@@ -107,6 +107,28 @@ class FsdpConfig(Section):
     )
 
 
+class TeacherConfig(Section):
+    model_path: Text | None = key(
+        None, "The teacher, a language model with the vocabulary of the model: a directory, or a Hub name."
+    )
+    precision: Literal["bf16", "fp16", "fp32", "fp64"] | None = key(
+        None, "The dtype in which the teacher is kept and computed; null: `model.precision`."
+    )
+    divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = key(
+        "forward_kl",
+        "The distance D of the distributions; forward_kl: KL(teacher || model); reverse_kl: KL(model || teacher); "
+        "jensen_shannon: the mean of both against the mean distribution.",
+    )
+    temperature: Number = key(1.0, "Both logits are divided by it, and D is multiplied by its square.", gt=0)
+    top_k: Count | None = key(
+        None,
+        "Compute the teacher's most probable tokens of each target once, before training, and keep that many in the "
+        "cache; the teacher's distribution is then on them alone, and only forward_kl is possible; null: the teacher "
+        "is computed beside the model.",
+    )
+    ce_share: Number = key(0.0, "The loss is ce_share * cross-entropy + (1 - ce_share) * D.", ge=0, le=1)
+
+
 class ActorConfig(Section):
     training_backend: Literal["fsdp", "fsdp1", "ddp"] = key(
         "fsdp",
@@ -128,10 +150,17 @@ class ActorConfig(Section):
     global_batch_tokens: Count | None = key(
         None, "Maximum input tokens per optimizer step, over all ranks; replaces `global_batch_size`."
     )
-    loss: FunctionInFile | None = key(
+    loss: LossName | None = key(
         None,
-        "A loss per target, file.py:function: (outputs [n, …], targets [n]) -> losses [n], instead of the model's own; "
-        "null: cross-entropy for language models, otherwise the adapter's; `eval/loss` stays the model's own.",
+        "The training loss of each target; dft: cross-entropy times the target's own probability (dynamic "
+        "fine-tuning); distill: the distance to the distribution of `teacher`; file.py:function: (outputs [n, …], "
+        "targets [n]) -> losses [n]; null: cross-entropy for language models, otherwise the adapter's; `eval/loss` "
+        "stays the model's own.",
+    )
+    neftune_alpha: Annotated[Number, Field(gt=0)] | None = key(
+        None,
+        "Noise on the embeddings of tokens in training (NEFTune): uniform in -a to a, where a = neftune_alpha / "
+        "sqrt(tokens of the row * width); null: none.",
     )
     label_smoothing: Number = key(
         0.0,
@@ -152,6 +181,7 @@ class ActorConfig(Section):
         "`get_batch_metrics`); null: the one of `model.model_type`.",
     )
     model: ModelConfig = section(ModelConfig, "The model.")
+    teacher: TeacherConfig = section(TeacherConfig, "The teacher of `loss: distill`.")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "The tokenizer.")
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning rate.")
     parallel: ParallelConfig = section(ParallelConfig, "The layout of ranks.")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shardtune.config.schema.actor import ActorConfig
 from shardtune.config.schema.runner import RunnerConfig
 from shardtune.config.schema.section import Section
-from shardtune.config.values import FUNCTION_IN_FILE
+from shardtune.config.values import FUNCTION_IN_FILE, LOSSES
 
 ACTOR = "actor"
 OF_ACTOR = re.compile(r"\bactor\.(?=[a-z])")
@@ -49,7 +49,8 @@ def present_key(name: str) -> str:
 def is_actors(name: str, value: object) -> bool:
     """Whether one of `ACTOR_KEYS` at the top is meant, not the choice of a config group or a section of HALOs."""
     if name == LOSS:
-        return value is None or (isinstance(value, str) and bool(FUNCTION_IN_FILE.fullmatch(value) or "${" in value))
+        text = value if isinstance(value, str) else ""
+        return value is None or text in LOSSES or bool(FUNCTION_IN_FILE.fullmatch(text)) or "${" in text
     return name in ACTOR_KEYS and not (name == MODEL and isinstance(value, str | list))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardtune.config.schema.section import Section
 
 if TYPE_CHECKING:
-    from shardtune.config.schema.actor import ActorConfig, FsdpConfig, OptimConfig, ParallelConfig
+    from shardtune.config.schema.actor import ActorConfig, FsdpConfig, OptimConfig, ParallelConfig, TeacherConfig
     from shardtune.config.schema.model import ModelConfig, TokenizerConfig
 
 
@@ -52,6 +52,14 @@ class ShortForm(Section):
     @property
     def z_loss(self) -> float:
         return self.actor.z_loss
+
+    @property
+    def neftune_alpha(self) -> float | None:
+        return self.actor.neftune_alpha
+
+    @property
+    def teacher(self) -> TeacherConfig:
+        return self.actor.teacher
 
     @property
     def worker(self) -> str | None:

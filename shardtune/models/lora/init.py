@@ -161,7 +161,7 @@ def _copied_layer(layer: AdaptedLayer, make: Make) -> AdaptedLayer:
 
 
 def _copied(module: nn.Module, make: Make) -> nn.Module:
-    """A copy of a module and all its submodules with new, unsharded parameters and without hooks.
+    """A copy of a module and all its submodules with new, unsharded parameters, without hooks and not shared by ranks.
 
     Args:
         make: the new values of a parameter, from its module, its name there and itself (of a layer in NF4: its codes).
@@ -172,6 +172,7 @@ def _copied(module: nn.Module, make: Make) -> nn.Module:
     # PEFT keeps the settings of its layers in dicts and lists, which the copy may change.
     vars(copy).update({key: _shallow(value) for key, value in vars(module).items()})
     vars(copy).update({key: OrderedDict() for key in vars(module) if key.endswith("_hooks")})
+    vars(copy).pop("forward", None)  # of a layer that ranks share
     parameters, buffers, children = contents(module)
     set_contents(
         copy,

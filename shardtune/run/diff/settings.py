@@ -54,6 +54,8 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "actor.loss": ("loss",),
     "actor.label_smoothing": ("loss",),
     "actor.z_loss": ("loss",),
+    "actor.neftune_alpha": ("loss",),
+    "actor.teacher": ("loss",),
     "actor.worker": ANY,
     "actor.model": ("loss",),
     "actor.model.options": ANY,

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardtune.batch import Batch
+from shardtune.batch import Batch, PackedBatch
 from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.models.adapter import Adapter, AdapterRoot, WeightSource
+from shardtune.models.distillation import Distillation, TeacherLogits, TopTokens
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.pretrained import settings_directory
 from shardtune.models.recipe_hooks import Hooks
@@ -29,23 +31,26 @@ from shardtune.parallel.torch_private import open_group_of_one, unchecked_recomp
 from shardtune.run.plan.ledger import CPU, GATHERED, AsOnCuda, Ledger
 from shardtune.training.build.lora import adapt, frozen_dtype
 from shardtune.training.build.model import build_empty, freeze
+from shardtune.training.build.teacher import ShardedTeacher
 from shardtune.training.step import accumulate
 from shardtune.training.utilisation import Utilisation
 from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.model_state import outer_parameters
 
+R = TypeVar("R")
 WEIGHTS = "weights"
 COPIES = "weights in compute precision"
 BUFFERS = "buffers"
 MOMENTS = "optimizer states"
 AVERAGE = "averaged weights"
+TEACHER = "teacher"
 GRADIENTS = "gradients"
 ACTIVATIONS = "activations"
 HEAD = "head and loss"
 BACKWARD = "unreduced gradients, backward pass"
 UPDATE = "update"
 BATCH = "rows"
-LASTING = (WEIGHTS, COPIES, BUFFERS, MOMENTS, AVERAGE)
+LASTING = (WEIGHTS, COPIES, BUFFERS, MOMENTS, AVERAGE, TEACHER)
 
 
 class SoleRanks(Ranks):
@@ -135,6 +140,18 @@ def simulate(
         return _simulate(recipe, adapter, ranks, micro_batches, on_cuda)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadTeacher:
+    """A teacher whose tokens are read from files: their shapes."""
+
+    top_k: int
+
+    def compute(self, batch: PackedBatch, use: Callable[[TeacherLogits | TopTokens], R]) -> R:
+        """See `shardtune.models.distillation.Teacher`."""
+        shape = (len(batch.targets), self.top_k)
+        return use(TopTokens(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)))
+
+
 def _simulate(
     recipe: Recipe, adapter: Adapter, ranks: Ranks, micro_batches: Sequence[Batch], on_cuda: bool
 ) -> Simulated:
@@ -142,7 +159,8 @@ def _simulate(
     check_optimizer(actor.optim, ranks.layout)  # what it tries, it tries on tensors with values
     model, _ = build_empty(adapter.build, recipe.runner.seed)
     adapter.set_execution(model)
-    root = Hooks.of(recipe, adapter, training=True).attach(adapter.root(model))
+    hooks = Hooks.of(recipe, adapter, training=True)
+    root = hooks.attach(adapter.root(model))
     add_lora(model, recipe, adapter)
     freeze(model, actor.model.freeze)
     parameters = count_parameters(model)
@@ -166,6 +184,12 @@ def _simulate(
         ledger.label(model.parameters(), COPIES)
         ledger.label(weights.parameters.values(), WEIGHTS)
         root.train()
+        if hooks.teacher is not None and isinstance(hooks.token_loss, Distillation):
+            if actor.teacher.top_k is not None:
+                hooks.token_loss.teacher = ReadTeacher(actor.teacher.top_k)
+            else:
+                hooks.token_loss.teacher = teacher = ShardedTeacher(recipe, hooks.teacher, ranks, values=False)
+                ledger.label(teacher.weights.parameters.values(), TEACHER)
         _label_as_used(ledger, root, units)
         # Operations see the CPU, and Python a GPU: so comparing what is computed again would find two devices.
         with AsOnCuda() if on_cuda else nullcontext(), unchecked_recomputation():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,13 +27,17 @@ from shardtune.models.action.absolute import absolute_policy
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, LanguageRoot, WholeStepAdapter
 from shardtune.models.causal_lm import CausalLM
+from shardtune.models.distillation import Distillation
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.models.source_losses import SourceLosses
 from shardtune.models.tasks.task import Record, TaskRoot, TextTask
+from shardtune.models.teacher import unknown_tokens
 from shardtune.models.value_loss import ValueLoss, explained, metrics_of
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.build.model import build_empty
+from shardtune.training.build.teacher import ShardedTeacher
+from shardtune.training.build.teacher_targets import stored_teacher
 from shardtune.training.ranks_in_turn import in_turn
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import ROW_DRAWS, Accumulate, Totals, accumulate
@@ -86,13 +90,63 @@ class AdapterTask(CachedRowsTask):
 
     def probe_assumptions(self, model: nn.Module, device: torch.device) -> list[str]:
         """Verify the adapter's assumptions about the model on two real rows; if they fail, do without them."""
+        samples, dtype = self._longest_rows(), COMPUTE_DTYPE[self.recipe.actor.model.precision]
+        return self.adapter.probe_assumptions(root_of(model), samples, device, dtype) if samples else []
+
+    def _longest_rows(self) -> list[Sample]:
+        """Two of them; none without rows."""
         rows = next(iter(self.all_rows()), None)
         if rows is None:
             return []
         longest = np.argpartition(rows.trained_lengths, -min(2, len(rows)))[-2:]
-        samples = [rows.row(int(index)) for index in longest]
-        dtype = COMPUTE_DTYPE[self.recipe.actor.model.precision]
-        return self.adapter.probe_assumptions(root_of(model), samples, device, dtype)
+        return [rows.row(int(index)) for index in longest]
+
+    def build_teacher(self, model: nn.Module, ranks: Ranks, report: Callable[[str], None]) -> list[str]:
+        loss, found = self._hooks.token_loss, self._hooks.teacher
+        if not isinstance(loss, Distillation) or found is None:
+            return []
+        notes = unknown_tokens(self.adapter.tokenizer, found.tokenizer)
+        if self.recipe.actor.teacher.top_k is None:
+            loss.teacher = self._teacher(model, ranks, notes)
+            return notes
+        rows, most = self.training_rows(), self.recipe.actor.micro_batch_size
+
+        def computing() -> tuple[ShardedTeacher, Iterator[Batch]]:
+            teacher = self._teacher(model, ranks, notes)
+            maker = self.maker(self.weighed(rows), most, ranks)
+            return teacher, iter(EvaluationSet(rows, maker, self.rows_per_block(rows, most, ranks)))
+
+        loss.teacher = stored_teacher(self.recipe, rows, ranks, self._columns(), computing, report)
+        return notes
+
+    def _columns(self) -> int:
+        """The logits that model and teacher both have."""
+        assert self._hooks.teacher is not None
+        assert isinstance(self.adapter, CausalLM)
+        return min(self.adapter.vocabulary, self._hooks.teacher.vocabulary)
+
+    def _teacher(self, model: nn.Module, ranks: Ranks, notes: list[str]) -> ShardedTeacher:
+        """The teacher with its weights; what it cannot do with a micro-batch, the model stops doing."""
+        found, adapter, actor = self._hooks.teacher, self.adapter, self.recipe.actor
+        assert found is not None
+        assert isinstance(adapter, CausalLM)
+        teacher = ShardedTeacher(self.recipe, found, ranks)
+        dtype = COMPUTE_DTYPE[actor.teacher.precision or actor.model.precision]
+        notes += teacher.notes
+        notes += [
+            f"teacher: {note}"
+            for note in found.probe_assumptions(teacher.root, self._longest_rows(), ranks.device, dtype)
+        ]
+        if adapter.packs and not found.packs:
+            adapter.one_row_per_forward(root_of(model).model)
+        if not found.packs:
+            adapter.share_by_length(False)
+        return teacher
+
+    def restore_model(self, model: nn.Module) -> None:
+        super().restore_model(model)
+        if isinstance(self._hooks.token_loss, Distillation):
+            self._hooks.token_loss.teacher = None
 
     # Rows.
 

@@ -360,6 +360,8 @@ class FSDPSftWorker(ABC):
         self._accumulate = with_report(self.task.accumulate, self.ranks, self.report, self._begin_plain_steps)
         self._forward = self.get_train_model_output
         self.notes += [*context.notes, *self.state.notes, *self.task.probe_assumptions(self.model, self.device)]
+        if training:
+            self.notes += self.task.build_teacher(self.model, self.ranks, self.report)
         if self.tokenizer is None:
             self._read_tokenizer()
 

@@ -241,6 +241,7 @@ def _refuse_ignored(recipe: Recipe, kind: str, *, own_rows: bool) -> None:
         "actor.loss": actor.loss is not None,
         "actor.label_smoothing": actor.label_smoothing > 0,
         "actor.z_loss": actor.z_loss > 0,
+        "actor.neftune_alpha": actor.neftune_alpha is not None,
         "eval.metrics": bool(recipe.eval.metrics),
         "eval.generate": recipe.eval.generate and not own_rows,
     }

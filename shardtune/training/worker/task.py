@@ -138,6 +138,14 @@ class Task(ABC):
         """Verify the task's assumptions about the model, once its weights are loaded; returns notes."""
         return []
 
+    def build_teacher(self, model: nn.Module, ranks: Ranks, report: Callable[[str], None]) -> list[str]:
+        """Build the frozen model that the loss compares `model` with, where it has one; every rank calls it.
+
+        Returns:
+            Notes on how it was built.
+        """
+        return []
+
     def restore_model(self, model: nn.Module) -> None:
         """Undo the task's changes to the inner model, except for its weights."""
         return

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from threading import Lock, RLock
 
+from shardtune.config.schema.actor import TeacherConfig
 from shardtune.errors import ConfigError
 from shardtune.verify.claims.dropout import PLUGIN, random_settings
 from shardtune.verify.claims.exact import CLOSE, in_fp64
@@ -58,6 +59,12 @@ class Ground:
         if runs.recipe.actor.optim.name == "Muon":
             self.changes |= {"actor.optim.name": "AdamW", "actor.optim.args": {}}
             self.notes.append("AdamW in place of Muon, whose iteration torch computes in bf16")
+        if runs.recipe.actor.neftune_alpha is not None:
+            self.changes["actor.neftune_alpha"] = None
+            self.notes.append("no noise on embeddings")
+        if runs.recipe.actor.loss == "distill":
+            self.changes |= {"actor.loss": None, "actor.teacher": TeacherConfig().model_dump()}
+            self.notes.append("cross-entropy in place of the distance to the teacher")
         self.side = self._side()
         self.side.refuse_without_fp64()
         further: dict[str, object] = {}

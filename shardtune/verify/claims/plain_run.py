@@ -36,6 +36,7 @@ from shardtune.models.adapter import Adapter, WholeStepAdapter
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.lora.attach import adapter_config, lora_layers
 from shardtune.models.pretrained import load_config, model_directory
+from shardtune.models.router_loss import RouterLoss
 from shardtune.optim.named_class import is_of_torch, optimizer_class
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.training.step import ROW_DRAWS, seed_rng
@@ -305,15 +306,14 @@ class PlainSide:
         assert isinstance(adapter, CausalLM)
         actor = self.recipe.actor
         load_config(actor.model).save_pretrained(folder / "config")  # the run's own may have grown by new tokens
-        text = adapter.config.get_text_config().to_dict()
-        balance = float(text.get("router_aux_loss_coef") or 0.0) if text.get("output_router_logits") else 0.0
+        router = RouterLoss.of(adapter.config)
         lora = _peft_arguments(model, self.recipe) if actor.model.is_lora else {}
         drawn = _drawn(model, self.recipe)
         if drawn:
             save_file(drawn, folder / "drawn.safetensors")
         rows = {row: self._plain_row(adapter, row) for step in steps for row in step}
         sums = [sum(float(rows[row]["weights"][1:].sum()) for row in step) for step in steps]
-        beside = [{"balance": float(len(step))} if balance else {} for step in steps]
+        beside = [{"balance": float(len(step))} if router.factor else {} for step in steps]
         assert actor.model.model_path is not None
         return {
             **self._settings(precision),
@@ -328,8 +328,8 @@ class PlainSide:
             "lora": lora,
             "prefix": PEFT_PREFIX if lora else "",
             "freeze": [as_pattern(pattern) for pattern in actor.model.freeze],
-            "balance": balance,
-            "experts_per_token": int(text.get("num_experts_per_tok") or 0),
+            "balance": router.factor,
+            "experts_per_token": router.experts_per_token,
             "rows": rows,
             "steps": [(list(s), {TOKENS: w, **b}) for s, w, b in zip(steps, sums, beside, strict=True)],
         }

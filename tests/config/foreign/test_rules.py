@@ -255,7 +255,7 @@ def test_data_sets_of_axolotl_become_entries(of):
         ("trl", {"num_train_epochs": 0.5}, "num_train_epochs"),
         ("trl", {"load_in_8bit": True, "use_peft": True}, "load_in_8bit"),
         ("trl", {"optim": "lion_8bit"}, "optim"),
-        ("trl", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ("trl", {"loss_type": "sigmoid"}, "loss_type"),
         ("trl", {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
         ("trl", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy"),
         ("trl", {"dtype": "bfloat16"}, "dtype"),

@@ -20,8 +20,10 @@ from tests.support.dist.training import (
     recipe,
     run_flat,
     run_recipes,
+    save_adapter,
     save_model,
     save_rows,
+    with_adapter,
 )
 
 STEPS = 10
@@ -44,6 +46,11 @@ class LaidOut:
 
     def __str__(self) -> str:
         return f"{self.name}-{self.ranks}"
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a LoRA is trained instead of the model."""
+        return "actor__model__is_lora" in self.keys
 
 
 def parallel(**sizes: int) -> dict[str, Any]:
@@ -86,6 +93,26 @@ EXPERTS = (
     LaidOut("SP 2", 2, parallel(sequence=2)),
     LaidOut("EP 2 x SP 2", 4, parallel(expert=2, sequence=2)),
 )
+LORA: dict[str, Any] = {"actor__model__is_lora": True}
+ADAPTED = (
+    LaidOut("LoRA", 1, LORA),
+    LaidOut("LoRA, TP 2", 2, LORA | parallel(tensor=2)),
+    LaidOut("LoRA, TP 4", 4, LORA | parallel(tensor=4)),
+    LaidOut("LoRA, FSDP 2 x TP 2", 4, LORA | parallel(tensor=2)),
+    LaidOut("LoRA, SP 2 x TP 2", 4, LORA | parallel(sequence=2, tensor=2)),
+    LaidOut("LoRA, TP 2, checkpointing", 2, LORA | parallel(tensor=2) | {"actor__model__gradient_checkpointing": True}),
+)
+ADAPTED_EXPERTS = (
+    LaidOut("LoRA", 1, LORA),
+    LaidOut("LoRA, EP 2", 2, LORA | parallel(expert=2)),
+    LaidOut("LoRA, TP 2", 2, LORA | parallel(tensor=2)),
+    LaidOut("LoRA, FSDP 2 x EP 2", 4, LORA | parallel(expert=2)),
+    LaidOut("LoRA, TP 2 x EP 4", 4, LORA | parallel(tensor=2, expert=4)),
+    LaidOut("LoRA, TP 2 x EP 2", 4, LORA | parallel(tensor=2, expert=2)),
+    LaidOut("LoRA, HSDP 2 x EP 2", 4, LORA | parallel(data_replicate=2, expert=2)),
+    LaidOut("LoRA, EP 2 x SP 2", 4, LORA | parallel(expert=2, sequence=2)),
+    LaidOut("LoRA, EP 2, checkpointing", 2, LORA | parallel(expert=2) | {"actor__model__gradient_checkpointing": True}),
+)
 
 
 @dataclass(frozen=True)
@@ -122,10 +149,11 @@ def apart(run: Trace, flat: Trace) -> Apart:
     return Apart(distance(run, flat), float(logits), loss, abs(accuracy[0] - accuracy[1]) < 1e-12)
 
 
-def evaluate_flat(trace: Trace, model: Path, rows: Path, dtype: torch.dtype) -> None:
+def evaluate_flat(trace: Trace, model: Path, rows: Path, dtype: torch.dtype, adapter: Path | None) -> None:
     """What evaluation should find, each row by itself with the model's own forward."""
     flat = flat_script()
-    made = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, experts_implementation="eager").eval()
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, experts_implementation="eager")
+    made = with_adapter(base, adapter).eval()
     made.load_state_dict({name: weight.to(dtype) for name, weight in trace.weights.items()}, strict=False)
     total = right = targets = 0.0
     logits = []
@@ -159,6 +187,10 @@ class LayoutRuns:
         folder = self._folder / kind
         return folder if folder.is_dir() else save_model(kind, folder)
 
+    def adapter(self, kind: str) -> Path:
+        folder = self._folder / f"{kind}-adapter"
+        return folder if folder.is_dir() else save_adapter(self.model(kind), folder)
+
     def recipe(self, kind: str, layout: LaidOut) -> dict[str, Any]:
         keys = {
             "runner__max_steps": self._steps,
@@ -167,13 +199,17 @@ class LayoutRuns:
             "actor__optim__name": self._optimizer,
             "data__eval_data_paths": str(self._evaluated),
         }
+        if layout.adapted:
+            keys["actor__model__lora__load_from"] = str(self.adapter(kind))
         return recipe(self.model(kind), self._rows, **{**keys, **layout.keys})
 
-    def flat(self, kind: str) -> Trace:
-        """The same in one process of plain PyTorch."""
-        model = self.model(kind)
-        trace = run_flat(model, self._rows, precision=self._precision, optimizer=self._optimizer, steps=self._steps)
-        evaluate_flat(trace, model, self._evaluated, torch.float64 if self._precision == "fp64" else torch.float32)
+    def flat(self, kind: str, *, adapted: bool = False) -> Trace:
+        """The same in one process of plain PyTorch, and PEFT."""
+        model, adapter = self.model(kind), self.adapter(kind) if adapted else None
+        options = {"precision": self._precision, "optimizer": self._optimizer, "steps": self._steps}
+        trace = run_flat(model, self._rows, adapter=adapter, **options)
+        dtype = torch.float64 if self._precision == "fp64" else torch.float32
+        evaluate_flat(trace, model, self._evaluated, dtype, adapter)
         return trace
 
     def run(self, kind: str, layouts: Sequence[LaidOut]) -> list[Trace]:
@@ -195,5 +231,5 @@ class LayoutRuns:
 
     def compare(self, kind: str, layouts: Sequence[LaidOut]) -> list[Apart]:
         """How far each is from one process."""
-        flat = self.flat(kind)
-        return [apart(trace, flat) for trace in self.run(kind, layouts)]
+        flat = {adapted: self.flat(kind, adapted=adapted) for adapted in {layout.adapted for layout in layouts}}
+        return [apart(trace, flat[each.adapted]) for each, trace in zip(layouts, self.run(kind, layouts), strict=True)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3MoeConfig,
@@ -242,13 +244,38 @@ def flat_script() -> Any:
     return module
 
 
-def run_flat(model: Path, rows: Path, **options: Any) -> Trace:
-    """The flat script with the settings of `recipe`; `options` are its own."""
+def save_adapter(model: Path, folder: Path) -> Path:
+    """A LoRA of PEFT on a model in a directory, with random weights in fp64: on stacked experts, too, and a router."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    experts = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"] if "experts" in str(base) else None
+    torch.manual_seed(11)
+    made = peft.get_peft_model(
+        base,
+        peft.LoraConfig(
+            r=4, lora_alpha=6, target_modules="all-linear", target_parameters=experts, rank_pattern={"k_proj": 2},
+            use_rslora=True, init_lora_weights=False, task_type="CAUSAL_LM",
+        ),
+        autocast_adapter_dtype=False,
+    )  # fmt: skip
+    made.save_pretrained(str(folder))
+    return folder
+
+
+def with_adapter(model: PreTrainedModel, adapter: Path | None) -> Any:
+    """A model with an adapter as PEFT loads it, to be trained; with None as it is."""
+    if adapter is None:
+        return model
+    made = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True, autocast_adapter_dtype=False)
+    return made.get_base_model()
+
+
+def run_flat(model: Path, rows: Path, *, adapter: Path | None = None, **options: Any) -> Trace:
+    """The flat script with the settings of `recipe`, with an adapter of PEFT or without; `options` are its own."""
     flat = flat_script()
     settings = {"lr": 1e-2, "clip": 0.5, "schedule": "linear", "warmup": 3, **options}
     paths = ["--model", str(model), "--data", str(rows)]
     args = flat.arguments(*paths, *(f"--{key.replace('_', '-')}={value}" for key, value in settings.items()))
-    made = flat.load_model(args)
+    made = with_adapter(flat.load_model(args), adapter).train()
     samples = flat.read_rows(rows, AutoTokenizer.from_pretrained(model))
     trace = Trace()
     names = [name for name, _ in made.named_parameters()]
