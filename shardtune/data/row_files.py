@@ -144,6 +144,8 @@ def read_rows(path: Path, kind: str) -> Iterator[NumberedRow]:
 def last_number(path: Path, kind: str) -> int:
     """The number of a file's last row, 0 for a file without rows; JSON lines and Parquet are not decoded for it.
 
+    Of JSON lines, blank ones at the end count.
+
     Raises:
         DataError: the file cannot be read as what it is named.
     """
@@ -165,12 +167,12 @@ def last_number(path: Path, kind: str) -> int:
 
 
 def _count_lines(path: Path) -> int:
-    number, end = 0, b"\n"
+    number, end, is_blank = 0, b"\n", True
     with _open(path) as file:
         while piece := file.read(_COUNTED_BYTES):
             number += piece.count(b"\n")
-            end = piece[-1:]
-    return number + (end != b"\n")
+            end, is_blank = piece[-1:], is_blank and not piece.strip()
+    return 0 if is_blank else number + (end != b"\n")
 
 
 def _open(path: Path) -> Any:
