@@ -195,7 +195,7 @@ def _by_file(context: Context) -> Iterator[ConfigError]:
         return
     if context.recipe.runner.max_steps == -1:
         yield context.problem(
-            "runner.max_steps",
+            "data.cache",
             "data.cache: by_file needs runner.max_steps, by which the learning rate is scheduled: rows that are "
             "dropped, and so the steps of an epoch, are known only when all files have been read",
             f"set runner.max_steps, {whole}",

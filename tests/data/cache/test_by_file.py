@@ -111,7 +111,7 @@ def test_what_cannot_be_read_file_by_file_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="max_samples counts usable rows"):
         opened(folder, train_data_paths={"path": str(folder / "f1.jsonl"), "max_samples": 2})
     (folder / "f1.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match=r"holds no rows.*f1.jsonl"):
+    with pytest.raises(DataError, match=r"(?s)holds no rows.*f1.jsonl"):
         opened(folder)
 
 
@@ -161,7 +161,7 @@ def test_the_files_needed_last_are_removed(folder: Path) -> None:
     assert present(rows) == [0, 2, 3, 4]  # the second is needed last; the window before may still be read
     FilesAhead(rows, order(rows), 1e-9).remove_passed(1, 0)
     assert present(rows) == [0, 2, 4]
-    assert rows.row(7).length == 9
+    assert rows.row(7).length == 8
     assert rows.row(20).length == 8
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ class Rows:
 
     lengths = np.random.default_rng(0).integers(1, 30, STARTS[-1])
 
-    def __init__(self, dropped=frozenset(DROPPED)) -> None:
+    def __init__(self, dropped: Collection[int] = DROPPED) -> None:
         self.dropped = np.array(sorted(dropped), np.int64)
         self.read: set[int] = set()
 
