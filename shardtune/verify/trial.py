@@ -174,7 +174,8 @@ class Trial:
 
     def indexed_weights(self, rows: Sequence[int]) -> dict[str, float]:
         """The weight of rows in each term, by the row index."""
-        return {term: float(values[np.asarray(rows, np.int64)].sum()) for term, values in self._rows.term_weights.items()}
+        places = np.asarray(rows, np.int64)
+        return {term: float(values[places].sum()) for term, values in self._rows.term_weights.items()}
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """The micro-batch of some rows."""
