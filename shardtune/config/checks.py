@@ -42,7 +42,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
     """All contradictions within the recipe."""
     context = Context(recipe, given, in_memory)
     rules = (
-        *(_launcher, _logger, _required, _batches, _length, _schedule),
+        *(_launcher, _logger, _required, _batches, _length, _by_file, _schedule),
         *(_duration, _evaluation, _harness, _episodes, _watching, _anomalies, _losses, _lora),
         *(_execution, _optimizer_states, _actions, _values, _pixels, _augmentation),
     )
@@ -183,6 +183,34 @@ def _length(context: Context) -> Iterator[ConfigError]:
             "window would never be a target",
             f"set at most {length - 1}, which is what null stands for",
         )
+
+
+def _by_file(context: Context) -> Iterator[ConfigError]:
+    data, whole = context.recipe.data, "or set data.cache: whole"
+    if data.cache == "whole":
+        for key, value in (("data.mixed_files", data.mixed_files), ("data.cache_limit", data.cache_limit)):
+            if value is not None:
+                what = f"{key} ({value:g}) has no effect with data.cache: whole"
+                yield context.problem(key, what, "set data.cache: by_file, or leave it out")
+        return
+    if context.recipe.runner.max_steps == -1:
+        yield context.problem(
+            "data.cache",
+            "data.cache: by_file needs runner.max_steps, by which the learning rate is scheduled: rows that are "
+            "dropped, and so the steps of an epoch, are known only when all files have been read",
+            f"set runner.max_steps, {whole}",
+        )
+    audits = bool(data.audit.model_dump(exclude_none=True))
+    of_all_files = (
+        ("data.eval_split", data.eval_split > 0, "holds out rows of all files", "name data.eval_data_paths"),
+        ("data.quarantine", data.quarantine is not None, "looks for its rows in all files", "leave it out"),
+        ("data.on_too_long", data.on_too_long == "split", "split makes several rows of one", "choose another"),
+        ("data.audit", audits, "counts rows of all files", "leave its limits out"),
+    )
+    for key, is_set, why, remedy in of_all_files:
+        if is_set:
+            what = f"{key} {why}, and data.cache: by_file reads one after the other"
+            yield context.problem(key, what, f"{remedy}, {whole}")
 
 
 def _schedule(context: Context) -> Iterator[ConfigError]:

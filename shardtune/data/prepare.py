@@ -11,12 +11,14 @@ import numpy as np
 
 from shardtune.batch import Sample
 from shardtune.config import Recipe
+from shardtune.data.cache.by_file import TrainingRows, open_by_file
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.encoder import Encoder, frames_of
+from shardtune.data.loader.protocol import Column
 from shardtune.data.quarantine import without_quarantined
 from shardtune.data.sources.hub import Purpose
-from shardtune.data.sources.resolve import named_sets, resolve_sources
+from shardtune.data.sources.resolve import Source, named_sets, resolve_sources
 from shardtune.errors import ConfigError, DataError
 
 
@@ -31,17 +33,25 @@ class PreparedData:
     """
 
     encoder: Encoder
-    train: TokenDataset | None
+    train: TrainingRows | None
     evals: Mapping[str, TokenDataset]
+
+    @property
+    def whole(self) -> TokenDataset | None:
+        """The training rows where all of them are tokenised."""
+        return self.train if isinstance(self.train, TokenDataset) else None
 
     def files(self) -> list[dict[str, Any]]:
         """The files of the training rows: each with its rows and a hash of their content and encoding."""
         return [] if self.train is None else self.train.files
 
     def read(self) -> dict[str, TokenDataset]:
-        """The data sets by purpose: `train`, and `eval` or `eval/NAME` unless it is a part of the training files."""
-        sets = {} if self.train is None else {"train": self.train}
+        """The data sets by purpose: `train`, and `eval` or `eval/NAME` unless it is a part of the training files.
+
+        Without `train` where its files are tokenised one by one.
+        """
         train = self.train
+        sets = {} if self.whole is None else {"train": self.whole}
         others = {f"eval/{name}" if name else "eval": rows for name, rows in self.evals.items()}
         return {
             **sets,
@@ -73,6 +83,7 @@ def prepare_data(
     train_data: object = None,
     eval_data: object = None,
     training: bool = True,
+    whole: bool = False,
     report: Callable[[str], None],
 ) -> PreparedData:
     """Encode the recipe's data, or find them encoded in the cache.
@@ -83,15 +94,19 @@ def prepare_data(
         train_data: rows in memory instead of `data.train_data_paths`.
         eval_data: rows in memory, or named sets of them, instead of `data.eval_data_paths`.
         training: whether to prepare the training rows.
+        whole: tokenise all training rows, whatever `data.cache` is.
         report: receives one line per source and file.
     """
     data = recipe.data
 
-    def build(spec: object, purpose: Purpose, with_prompts: bool) -> TokenDataset:
-        encoder = make_encoder(with_prompts)
-        sources = resolve_sources(
+    def sources_of(spec: object, purpose: Purpose, encoder: Encoder) -> list[Source]:
+        return resolve_sources(
             spec, data, purpose=purpose, name_format=encoder.title, frames=frames_of(encoder), report=report
         )
+
+    def build(spec: object, purpose: Purpose, with_prompts: bool) -> TokenDataset:
+        encoder = make_encoder(with_prompts)
+        sources = sources_of(spec, purpose, encoder)
         built = build_dataset(
             sources,
             encoder,
@@ -108,19 +123,24 @@ def prepare_data(
     train_spec = data.train_data_paths if train_data is None else train_data
     eval_spec = data.eval_data_paths if eval_data is None else eval_data
     splits = data.eval_split > 0 and eval_spec is None
-    train, evals = None, {}
+    by_file = data.cache == "by_file" and not whole
+    train, evals = None, dict[str, TokenDataset]()
     if training or splits:
         if train_spec is None:
             raise ConfigError("data.train_data_paths is not set", remedy="name a file, directory, glob or Hub name")
-        train = build(train_spec, "train", splits and recipe.eval.generate)
-        if splits:
-            train, held_out = train.split_by_hash(data.eval_split)
-            evals[""] = held_out
-        _require_rows(train, "data.train_data_paths", train_spec)
-        if training and data.quarantine is not None:
-            train = without_quarantined(train, Path(data.quarantine), held_out=evals.get(""), report=report)
-            for line in train.report.quarantined():
-                report(f"data: {line}")
+        if by_file:
+            encoder = make_encoder(False)
+            train = open_by_file(sources_of(train_spec, "train", encoder), encoder, recipe, report)
+        else:
+            rows = build(train_spec, "train", splits and recipe.eval.generate)
+            if splits:
+                rows, evals[""] = rows.split_by_hash(data.eval_split)
+            _require_rows(rows, "data.train_data_paths", train_spec)
+            if training and data.quarantine is not None:
+                rows = without_quarantined(rows, Path(data.quarantine), held_out=evals.get(""), report=report)
+                for line in rows.report.quarantined():
+                    report(f"data: {line}")
+            train = rows
     for name, spec in named_sets(eval_spec).items() if eval_spec is not None else ():
         evals[name] = build(spec, "eval", recipe.eval.generate)
     for name, rows in evals.items():
@@ -145,21 +165,21 @@ class WeighedRows:
         row_terms: as of `Adapter.row_terms`.
     """
 
-    def __init__(self, rows: TokenDataset, row_terms: Mapping[str, float]) -> None:
+    def __init__(self, rows: TrainingRows, row_terms: Mapping[str, float]) -> None:
         self._rows = rows
         alike = {name: np.broadcast_to(np.float64(value), len(rows)) for name, value in row_terms.items()}
-        self._weights = {**rows.term_weights, **alike}
+        self._weights: dict[str, Column] = {**rows.term_weights, **alike}
 
     @property
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> Column:
         return self._rows.lengths
 
     @property
-    def term_weights(self) -> Mapping[str, np.ndarray]:
+    def term_weights(self) -> Mapping[str, Column]:
         return self._weights
 
     def row(self, index: int) -> Sample:
         return self._rows.row(index)
 
-    def field_counts(self, name: str) -> np.ndarray:
+    def field_counts(self, name: str) -> Column:
         return self._rows.field_counts(name)

@@ -11,6 +11,7 @@ import lzma
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ SUPPORTED = ", ".join(KINDS) + f", and these with {', '.join(COMPRESSIONS)}"
 _DATA_LIST = re.compile(r"\s*\{\s*\"data\"\s*:\s*(?=\[)")
 _CHUNK_ROWS = 256
 _CHUNK_BYTES = 1 << 20
+_COUNTED_BYTES = 1 << 22
 MOST_ROW_BYTES = 1 << 27
 """The longest line of a file of JSON lines, uncompressed; a longer one is a bad row."""
 
@@ -110,8 +112,15 @@ def kind_of(path: Path) -> str | None:
 
 def read_chunks(path: Path, kind: str) -> Iterator[Chunk]:
     """The rows of a file in order. Raises `DataError` for a file that cannot be read as what it is named."""
-    try:
+    with _readable(path, kind):
         yield from _READERS[kind](path)
+
+
+@contextmanager
+def _readable(path: Path, kind: str) -> Iterator[None]:
+    """Turns what reading raises into a `DataError`."""
+    try:
+        yield
     except DataError:
         raise
     except UnicodeDecodeError as error:
@@ -130,6 +139,40 @@ def read_rows(path: Path, kind: str) -> Iterator[NumberedRow]:
     """Each row of a file with its number."""
     for chunk in read_chunks(path, kind):
         yield from chunk.rows()
+
+
+def last_number(path: Path, kind: str) -> int:
+    """The number of a file's last row, 0 for a file without rows; JSON lines and Parquet are not decoded for it.
+
+    Of JSON lines, blank ones at the end count.
+
+    Raises:
+        DataError: the file cannot be read as what it is named.
+    """
+    with _readable(path, kind):
+        if kind == "jsonl":
+            return _count_lines(path)
+        if kind == "parquet" and path.suffix.lower() not in COMPRESSIONS:
+            return pq.read_metadata(path).num_rows
+        number = 0
+        for chunk in _READERS[kind](path):
+            match chunk:
+                case JsonChunk(texts=[*_, (number, _)]) | RowChunk(numbered=[*_, (number, _)]):
+                    pass
+                case TableChunk(first=first, batch=batch):
+                    number = first + batch.num_rows - 1
+                case _:
+                    raise TypeError(f"a chunk of {kind} is {type(chunk).__name__}")
+        return number
+
+
+def _count_lines(path: Path) -> int:
+    number, end, is_blank = 0, b"\n", True
+    with _open(path) as file:
+        while piece := file.read(_COUNTED_BYTES):
+            number += piece.count(b"\n")
+            end, is_blank = piece[-1:], is_blank and not piece.strip()
+    return 0 if is_blank else number + (end != b"\n")
 
 
 def _open(path: Path) -> Any:

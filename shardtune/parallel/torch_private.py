@@ -162,6 +162,9 @@ def schema_of(operation: OpOverload) -> torch.FunctionSchema:
     return operation._schema
 
 
+without_torch_function = torch._C.DisableTorchFunction
+"""A context in which function modes do not see what is called, reads of attributes either; torch has no public one."""
+
 # -- Tensors -----------------------------------------------------------------------------------------------------------
 
 StridedShard = _StridedShard

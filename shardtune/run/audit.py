@@ -70,11 +70,11 @@ def _audit(loaded: Recipe, options: Options, report: Callable[[str], None]) -> F
         )
     adapter = find_adapter(loaded)
     prepared: PreparedData = prepare_data(
-        loaded, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), report=report
+        loaded, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), whole=True, report=report
     )
-    assert prepared.train is not None
+    assert prepared.whole is not None
     packs = isinstance(adapter, LanguageModel)
-    found = audit(prepared, options, padding_avoided(loaded, prepared.train) if packs else None, report)
+    found = audit(prepared, options, padding_avoided(loaded, prepared.whole) if packs else None, report)
     limits, notes = loaded.data.audit, list(found.notes)
     if kind.build_dataloader is not SFTWorker.build_dataloader:
         notes.append(f"{kind.__name__} has a build_dataloader of its own: these are the rows that the recipe names")

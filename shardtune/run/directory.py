@@ -275,7 +275,7 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             acquired = self._lock.acquire(gives_up)
         except OSError as error:
-            raise _unwritable(self._path.parent, error) from error
+            raise unwritable(self._path.parent, error) from error
         if not acquired:
             raise CheckpointError(
                 f"{self._lock.holder()} is training in {self._path.parent}",
@@ -357,7 +357,7 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], loc
         write_json(plan.run_dir / MANIFEST, {**manifest, **facts, **values})
         write_text(plan.run_dir / CONFIG, recipe.to_yaml())
     except OSError as error:
-        raise _unwritable(plan.run_dir, error) from error
+        raise unwritable(plan.run_dir, error) from error
     return lock
 
 
@@ -370,11 +370,11 @@ def write_dropped_rows(run_dir: Path, rows: Iterable[Mapping[str, object]]) -> i
         else:
             (run_dir / DROPPED_ROWS).unlink(missing_ok=True)
     except OSError as error:
-        raise _unwritable(run_dir, error) from error
+        raise unwritable(run_dir, error) from error
     return len(lines)
 
 
-def _unwritable(run_dir: Path, error: OSError) -> CheckpointError:
+def unwritable(run_dir: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{run_dir} cannot be written: {error.strerror}",
         where="runner.logger.log_path",

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from shardtune.batch import Sample
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import import_plugins
+from shardtune.data.cache.by_file import RowsByFile, TrainingRows, rows_to_show
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.loader.step_loader import DataState, StepLoader
@@ -96,11 +97,12 @@ def _size(metrics: Mapping[str, float]) -> str:
 
 
 def _size_to_come(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:
-    """The input tokens or samples of all steps; of a user's loader only the first step is known."""
+    """The input tokens or samples of all steps; only the first step may be known yet."""
     steps = worker.position.horizon
     unit = "samples" if "train/samples" in metrics else "tokens"
-    if isinstance(worker.loader, StepLoader):
-        return f"{worker.loader.num_tokens(steps):,} {unit}"
+    tokens = worker.loader.num_tokens(steps) if isinstance(worker.loader, StepLoader) else None
+    if tokens is not None:
+        return f"{tokens:,} {unit}"
     return f"about {count(metrics[f'train/{unit}'] * steps)} {unit} if all have as many as the first"
 
 
@@ -157,7 +159,7 @@ def _format(worker: FSDPSftWorker) -> str:
     """The format of rows or batches."""
     if isinstance(worker.loader, BatchLoader):
         return f"a batch holds {describe_batch(worker.loader.last_batch)}"
-    return "" if worker.task.rows is None else describe(worker.task.rows)
+    return "" if worker.task.rows is None else describe_training(worker.task.rows)
 
 
 def _evaluated(worker: FSDPSftWorker, name: str) -> str:
@@ -183,7 +185,7 @@ def _first_row(worker: FSDPSftWorker) -> tuple[Sample | None, PreTrainedTokenize
 
 
 def _show_further_rows(display: Display, worker: FSDPSftWorker) -> None:
-    rows = worker.task.rows
+    rows = None if worker.task.rows is None else rows_to_show(worker.task.rows)
     if rows is not None:
         for index in range(rows.first_trained + 1, min(rows.first_trained + SHOWN_ROWS, len(rows))):
             display.show_row(rows.row(index), worker.tokenizer, titled(rows, index))
@@ -203,6 +205,14 @@ def _show_rows(
 def titled(rows: TokenDataset, index: int) -> str:
     """Where a training row comes from, and whether it is left out."""
     return rows.locate(index) + (", left out by data.quarantine" if index in rows.left_out else "")
+
+
+def describe_training(rows: TrainingRows) -> str:
+    """As `describe`; of rows that are tokenised file by file, for those of the first file."""
+    if not isinstance(rows, RowsByFile):
+        return describe(rows)
+    file = rows.data_files[rows.first_file].file.label
+    return f"{file}, the first of {len(rows.data_files):,} files: {describe(rows.first)}"
 
 
 def describe(rows: TokenDataset) -> str:
@@ -251,9 +261,9 @@ def _preview(loaded: Recipe, rows: int, start: int, images: Path | None) -> None
     prepared: PreparedData = prepare_data(
         loaded, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), report=display.report
     )
-    data = prepared.train
-    assert data is not None
-    display.report(f"training rows: {describe(data)}")
+    assert prepared.train is not None
+    display.report(f"training rows: {describe_training(prepared.train)}")
+    data = rows_to_show(prepared.train)
     for name, evaluation in prepared.evals.items():
         display.report(f"evaluation set {name or 'eval'}: {describe(evaluation)}")
     if start >= len(data):

@@ -13,6 +13,7 @@ import torch
 from shardtune.checkpoint.atomic import write_json
 from shardtune.checkpoint.verified import sound_first
 from shardtune.config import Recipe
+from shardtune.data.cache.by_file import RowsByFile
 from shardtune.launch.events import write_event
 from shardtune.launch.local import is_launched, report_begun
 from shardtune.launch.outcome import recorded_end
@@ -34,6 +35,7 @@ from shardtune.run.directory import (
     write_dropped_rows,
 )
 from shardtune.run.display import Display, shown_path
+from shardtune.run.dropped_rows import DroppedByFile, noted_before
 from shardtune.run.final import FinalScore, check_final, write_final
 from shardtune.run.inputs import (
     KNOWN,
@@ -176,10 +178,15 @@ class RankTraining:
         report_begun()
         for name in {NORMALIZER_FILE, TASK_FILE} & worker.saved_files.keys():  # for checkpoints; final/ has its own
             write_json(plan.run_dir / name, worker.saved_files[name])
-        dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
+        rows = worker.task.rows
+        before = noted_before(plan.run_dir) if isinstance(rows, RowsByFile) else []
+        dropped = write_dropped_rows(plan.run_dir, [*before, *worker.task.dropped_rows()])
         if dropped and self._display is not None:
-            file, rows = plan.run_dir / DROPPED_ROWS, "row is" if dropped == 1 else "rows are"
-            self._display.report(f"data: {dropped:,} {rows} not trained or evaluated on: {shown_path(file)}")
+            file, these = plan.run_dir / DROPPED_ROWS, "row is" if dropped == 1 else "rows are"
+            self._display.report(f"data: {dropped:,} {these} not trained or evaluated on: {shown_path(file)}")
+        if isinstance(rows, RowsByFile):
+            report = silent if self._display is None else self._display.report
+            rows.follow(DroppedByFile(plan.run_dir, before, recipe.data.max_length, report))
 
     def _write_final(self, ended: str) -> FinalScore:
         """Write `final/`, and the records of it.

@@ -48,6 +48,7 @@ FREE = (
     "data.audit",
     "data.num_workers",
     "data.cache_dir",
+    "data.cache_limit",
     "eval.episodes_at_once",
     "eval.videos",
     "eval.video_format",

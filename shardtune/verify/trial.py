@@ -13,6 +13,7 @@ from torch import nn
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.config import Recipe
+from shardtune.data.cache.by_file import rows_to_show
 from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.step_loader import DataState, Step, StepLoader
 from shardtune.data.prepare import WeighedRows
@@ -121,8 +122,9 @@ class Trial:
         assert worker.prepared.train is not None
         self.worker = worker
         self.adapter: Adapter = worker.adapter
-        self._rows = WeighedRows(worker.prepared.train, self.adapter.row_terms())
-        self.num_rows = len(worker.prepared.train)
+        rows = rows_to_show(worker.prepared.train)
+        self._rows = WeighedRows(rows, self.adapter.row_terms())
+        self.num_rows = len(rows)
 
     @property
     def root(self) -> AdapterRoot:
@@ -172,7 +174,8 @@ class Trial:
 
     def indexed_weights(self, rows: Sequence[int]) -> dict[str, float]:
         """The weight of rows in each term, by the row index."""
-        return {term: float(values[list(rows)].sum()) for term, values in self._rows.term_weights.items()}
+        places = np.asarray(rows, np.int64)
+        return {term: float(values[places].sum()) for term, values in self._rows.term_weights.items()}
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """The micro-batch of some rows."""

@@ -181,6 +181,22 @@ class DataConfig(Section):
         "see images as they are.",
     )
     cache_dir: Text | None = key(None, "Where tokenised rows are stored; null: the user's cache directory.")
+    cache: Literal["whole", "by_file"] = key(
+        "whole",
+        "When training rows are tokenised. whole: all of them, before the first step; by_file: file by file while "
+        "training goes on, so it begins after the first one. Then files are shuffled, and rows within `mixed_files` of "
+        "them; `runner.max_steps` is required.",
+    )
+    mixed_files: Count | None = key(
+        None,
+        "With `cache: by_file`: how many files rows are shuffled within; the first file of a run is alone. null: 4.",
+    )
+    cache_limit: Number | None = key(
+        None,
+        "With `cache: by_file`: GiB of tokenised training rows on disk. Beyond it the files that are needed last are "
+        "removed, and tokenised again when their turn comes; those in use and the next ones stay. null: no limit.",
+        gt=0,
+    )
     audit: AuditConfig = section(
         AuditConfig,
         "Limits of what is in the training rows and in evaluation; beyond one, training is refused before it starts. "

@@ -86,8 +86,8 @@ def audit(prepared: PreparedData, options: Options, padding: Padding | None, rep
     with ExitStack() as stack:
         stack.callback(reader.close)
         found = {name: reader.read(name, rows, is_training=False) for name, rows in evals.items()}
-        if prepared.train is not None:
-            found = {"train": reader.read("train", prepared.train, is_training=True), **found}
+        if prepared.whole is not None:
+            found = {"train": reader.read("train", prepared.whole, is_training=True), **found}
         return Findings(
             sets={name: _describe(reader, one, has_outcomes=name in read) for name, one in found.items()},
             contamination={
@@ -116,7 +116,7 @@ class _Reader:
         self.indices: dict[str, EvaluationGrams] = {}
         self._sketches: list[Sketches] = []
         self._written = Written(self.tokenizer, self.stops)
-        known = [rows for rows in (prepared.train, *prepared.evals.values()) if rows is not None]
+        known = [rows for rows in (prepared.whole, *prepared.evals.values()) if rows is not None]
         self._common: np.ndarray | None = None
         if self.compares:
             self._common = np.logical_or.reduce([common_text(rows) for rows in known])

@@ -49,7 +49,7 @@ def check_limits(recipe: Recipe, prepared: PreparedData, report: Callable[[str],
     """
     limits = recipe.data.audit
     given = {name: value for name, value in limits.model_dump().items() if value is not None}
-    train = prepared.train
+    train = prepared.whole
     if not given or train is None:
         return
     for name in OF_OUTCOMES.keys() & given.keys():
@@ -85,8 +85,8 @@ def _found(limits: AuditConfig, findings: Findings, prepared: PreparedData) -> I
         if limit is None:
             continue
         if name in OF_OUTCOMES:
-            assert prepared.train is not None
-            yield name, limit, _outcomes(prepared.train, OF_OUTCOMES[name])[1]
+            assert prepared.whole is not None
+            yield name, limit, _outcomes(prepared.whole, OF_OUTCOMES[name])[1]
         elif name == "max_contamination":
             if not findings.contamination:
                 raise _inapplicable(name, "there are no evaluation rows", "name data.eval_data_paths")

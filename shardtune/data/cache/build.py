@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -196,7 +197,8 @@ def _row_digest(row: Row) -> int:
 
 def _encoded_chunks(task: BuildTask, num_workers: int) -> Generator[tuple[Chunk, EncodedRows | DataError], None, None]:
     """The chunks of the file in order, each with its encoded rows or with the error of one."""
-    if num_workers < 2 or content_size(task.file.path) < _SMALL_FILE:
+    alone = multiprocessing.current_process().daemon  # it may have no processes of its own
+    if num_workers < 2 or alone or content_size(task.file.path) < _SMALL_FILE:
         num_workers = 0
     chunks, ahead = tee(task.source.chunks(task.file))
     try:

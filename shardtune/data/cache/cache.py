@@ -87,16 +87,32 @@ class EntryCache:
         self._report = report
 
     def open(self, source: Source, file: SourceFile, encoder: Encoder, limit: int | None) -> Entry:
-        """The entry of `file`, built if it is not there; at most `limit` rows of it."""
-        # Frames name files by whole paths, so what is inside a moved data set stays what it was.
-        encoder = encoder.at(file.folder if source.frames is None else Path(file.folder.anchor))
+        """The entry of `file`, built if it is not there; at most `limit` rows of it. Its bad rows count from here on.
+
+        Raises:
+            DataError: it cannot be built, or has a bad row that may not be skipped, or too many.
+        """
+        entry = self.find(source, file, encoder, limit)
+        self.count_bad(entry, file)
+        return entry
+
+    def key(self, source: Source, file: SourceFile, encoder: Encoder, limit: int | None) -> str:
+        """The name of the entry of a file as it is now."""
         try:
-            key = entry_key(source, file, encoder, limit, self._root)
+            return entry_key(source, file, _at(encoder, source, file), limit, self._root)
         except OSError as error:
             raise DataError(
                 f"the data file cannot be read: {error.strerror}", where=file.label, remedy="check its permissions"
             ) from error
-        folder = self._root / "entries" / key[:2] / key
+
+    def folder(self, key: str) -> Path:
+        """Where the entry of that name lies, or will lie."""
+        return self._root / "entries" / key[:2] / key
+
+    def find(self, source: Source, file: SourceFile, encoder: Encoder, limit: int | None) -> Entry:
+        """As `open`, without counting bad rows."""
+        folder = self.folder(self.key(source, file, encoder, limit))
+        encoder = _at(encoder, source, file)
         entry, fault = _open_entry(folder)
         if fault is not None:
             self._report(f"data: the cached rows of {file.label} are damaged ({fault}): they are made again")
@@ -106,11 +122,14 @@ class EntryCache:
                 entry = self._build(task, folder)
             except OSError as error:
                 raise cache_error(error, self._root) from error
-        self._check_bad(entry, file)
         return entry
 
-    def _check_bad(self, entry: Entry, file: SourceFile) -> None:
-        """An entry that was built where bad rows may be skipped, opened where they may not be, or not so many."""
+    def quiet(self) -> EntryCache:
+        """The same cache, which reports nothing."""
+        return EntryCache(self._root, self._num_workers, self._bad_left, lambda _: None)
+
+    def count_bad(self, entry: Entry, file: SourceFile) -> None:
+        """Refuse bad rows that may not be skipped, also of an entry that was built where they might be."""
         bad = entry.tally.bad
         if bad.count and self._bad_left is None:
             raise bad_row(file.label, *bad.first[0])
@@ -170,6 +189,11 @@ class _Waiting:
         if seconds >= self._next:
             self._next = seconds + _WAIT_LINE_SECONDS
             self._report(f"data: waiting for {holder} to tokenise {self._label} ({seconds:.0f} s)")
+
+
+def _at(encoder: Encoder, source: Source, file: SourceFile) -> Encoder:
+    """The encoder of a file's rows. Frames name files by whole paths: those in a moved data set stay what they were."""
+    return encoder.at(file.folder if source.frames is None else Path(file.folder.anchor))
 
 
 def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | None, root: Path) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import merge
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -139,6 +139,13 @@ class Part:
     entry: Entry
     source: str
     label: str
+
+
+class HasEntries(Protocol):
+    """Rows of cache entries."""
+
+    @property
+    def entry_keys(self) -> list[str]: ...
 
 
 def _shared_kinds(parts: Sequence[Part]) -> Kinds:
@@ -361,9 +368,14 @@ class TokenDataset:
             for place, part in enumerate(self._parts)
         ]
 
-    def shares_files(self, other: TokenDataset) -> bool:
+    @property
+    def entry_keys(self) -> list[str]:
+        """The names of the entries of all files, in order."""
+        return [part.entry.key for part in self._parts]
+
+    def shares_files(self, other: HasEntries) -> bool:
         """Whether both are of the same files, encoded alike."""
-        return [part.entry.key for part in self._parts] == [part.entry.key for part in other._parts]
+        return self.entry_keys == other.entry_keys
 
     def leave_out(self, reasons: Mapping[int, str]) -> TokenDataset:
         """The same rows, of which some are left out of training.

@@ -136,7 +136,7 @@ class PixelBytes:
             return found
         table = fields[TABLE]
         flat = pixels.reshape(-1, len(table), pixels[..., 0, :].shape[-1] if self._of_patches else _area(pixels))
-        numbers = torch.empty(flat.shape, dtype=table.dtype, device=table.device)
+        numbers = table.new_empty(flat.shape)
         for channel, values in enumerate(table):
             chosen = flat[:, channel]
             numbers[:, channel] = values.index_select(0, chosen.reshape(-1).int()).view(chosen.shape)

@@ -29,6 +29,12 @@ class MicroBatch(Protocol):
         ...
 
 
+class Column(Protocol):
+    """A value of each row of a data set: an array, or what reads one where it is indexed."""
+
+    def __getitem__(self, rows: np.ndarray, /) -> np.ndarray: ...
+
+
 B_co = TypeVar("B_co", bound=MicroBatch, covariant=True)
 
 

@@ -11,21 +11,31 @@ import numpy as np
 from pydantic import JsonValue
 
 from shardtune.batch import Batch, Sample
-from shardtune.data.loader.order import DataOrder
 from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, pack
 from shardtune.data.loader.prefetch import computed_ahead
-from shardtune.data.loader.protocol import DataState, Step, supervised
+from shardtune.data.loader.protocol import Column, DataState, Step, supervised
 
 
 class Rows(Protocol):
     """What the loader reads from a data set."""
 
     @property
-    def lengths(self) -> np.ndarray: ...
+    def lengths(self) -> Column: ...
     @property
-    def term_weights(self) -> Mapping[str, np.ndarray]: ...
+    def term_weights(self) -> Mapping[str, Column]: ...
     def row(self, index: int) -> Sample: ...
-    def field_counts(self, name: str) -> np.ndarray: ...
+    def field_counts(self, name: str) -> Column: ...
+
+
+class Order(Protocol):
+    """What the loader reads of an order of rows; see `DataOrder`."""
+
+    @property
+    def rows_per_epoch(self) -> int: ...
+    def num_rows(self, epoch: int) -> int: ...
+    def num_steps(self, epoch: int) -> int: ...
+    def cut(self, epoch: int, start: int) -> tuple[np.ndarray, int]: ...
+    def first_rows(self, epoch: int, steps: int) -> np.ndarray | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +130,7 @@ class BatchMaker:
         self._rank = rank
         self._num_ranks = num_ranks
         self._changes = changes
-        self._field_counts: np.ndarray | None = None
+        self._field_counts: Column | None = None
 
     def micro_batches(self, rows: np.ndarray, state: DataState | None = None) -> tuple[Batch, ...]:
         """This rank's micro-batches of a step of `rows`, fillers included.
@@ -166,7 +176,7 @@ class BatchMaker:
             lengths, self._num_ranks, max_rows=limits.max_rows, max_tokens=limits.max_tokens, alone=alone
         )
 
-    def _counts(self, field: str) -> np.ndarray:
+    def _counts(self, field: str) -> Column:
         if self._field_counts is None:
             self._field_counts = self._data.field_counts(field)
         return self._field_counts
@@ -215,7 +225,7 @@ class StepLoader:
     """
 
     def __init__(
-        self, data: Rows, order: DataOrder, maker: Maker, *, token_term: str | None = None, num_processes: int = 0
+        self, data: Rows, order: Order, maker: Maker, *, token_term: str | None = None, num_processes: int = 0
     ) -> None:
         self._num_processes = num_processes
         self._data = data
@@ -226,12 +236,15 @@ class StepLoader:
     def num_steps(self, epoch: int) -> int:
         return self._order.num_steps(epoch)
 
-    def num_tokens(self, steps: int) -> int:
-        """The input tokens of the first steps, over as many epochs as they take."""
+    def num_tokens(self, steps: int) -> int | None:
+        """The input tokens of the first steps, over as many epochs as they take; None where rows are not known yet."""
         total = epoch = 0
         while steps > 0:
             here = min(steps, self.num_steps(epoch))
-            total += int(self._data.lengths[self._order.first_rows(epoch, here)].sum(dtype=np.int64))
+            rows = self._order.first_rows(epoch, here)
+            if rows is None:
+                return None
+            total += int(self._data.lengths[rows].sum(dtype=np.int64))
             steps, epoch = steps - here, epoch + 1
         return total
 

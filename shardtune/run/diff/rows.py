@@ -86,6 +86,8 @@ class RunOrder:
         if recipe is None or lost:
             what = f"{short_key(lost[0])} had another value" if lost else "a variable of its recipe is not set here"
             raise NotKnown(f"{run.path}: {what}, in the environment of that time")
+        if recipe.data.cache != "whole":
+            raise NotKnown(f"{run.path}: its rows were tokenised file by file (data.cache: {recipe.data.cache})")
         self._tokens = recipe.actor.global_batch_tokens or 0
         self._batch = 0 if self._tokens else (recipe.actor.global_batch_size or 0)
         if rows is None and (self._tokens or recipe.data.quarantine is not None):

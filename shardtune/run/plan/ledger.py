@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,11 @@ from shardtune.parallel.torch_private import (
     backward,
     schema_of,
     storage_identity,
-    tree_iter,
     tree_map_only,
     unset_fake_temporarily,
+    without_torch_function,
 )
+from shardtune.run.plan.known_shapes import KnownShapes
 
 CPU = torch.device("cpu")
 GATHERED = "gathered weights"
@@ -49,6 +51,8 @@ class Ledger(TorchDispatchMode):
     def __init__(self, *, exact: bool = True) -> None:
         super().__init__()
         self._exact = exact
+        self._known = KnownShapes()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.phase = "weights"
         self._live: dict[int, int] = {}  # storage to its entry
         self._categories: list[str] = []  # of entries
@@ -69,26 +73,32 @@ class Ledger(TorchDispatchMode):
 
         storages.resize_ = counted  # FSDP2 frees and takes the memory of gathered weights by it
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), self:
+            with self._mode, self:
                 yield
         finally:
             storages.resize_ = resize
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        kwargs = kwargs or {}
-        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if func is _DEVICE_OF:  # torch reads it for about every other operation
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        with without_torch_function():  # here a tensor's device is the true one
+            return self._compute(func, args, kwargs or {})
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> object:
+        tensors = list(_tensors((*args, *kwargs.values())))
         empty = any(isinstance(value, FakeTensor) or value.is_meta for value in tensors)
-        if empty and schema_of(func).name in ("aten::_local_scalar_dense", "aten::is_nonzero"):
+        name = _name(func)
+        if empty and name in _READ:
             return self._exact if tensors[0].dtype == torch.bool else 1
         dtype = kwargs.get("dtype")
-        whole_numbers = (dtype is not None and not dtype.is_floating_point) or "arange" in schema_of(func).name
+        whole_numbers = (dtype is not None and not dtype.is_floating_point) or "arange" in name
         if not empty and (tensors or whole_numbers):
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
         else:
-            result = func(*args, **kwargs)
-        category = GATHERED if schema_of(func).name.startswith(SHARDING_OPERATIONS) else self.phase
-        for value in tree_iter(result):
+            result = self._known.compute(self._mode, *_cheaper(name, func, args, kwargs))
+        category = GATHERED if name.startswith(SHARDING_OPERATIONS) else self.phase
+        for value in _tensors((result,)):
             if type(value) in HELD and not (value.is_meta and not isinstance(value, FakeTensor)):
                 self._add(value.untyped_storage(), category)
         return result
@@ -160,11 +170,50 @@ class AsOnCuda(TorchFunctionMode):
         if func == torch.Tensor.backward:
             with self:  # a mode is off while it handles a function, and this one runs checkpointed layers again
                 return backward(*args, **(kwargs or {}))
-        back = {"args": args, "kwargs": kwargs or {}}
-        back = tree_map_only(torch.device, lambda device: CPU if device == _CUDA else device, back)
-        return func(*back["args"], **back["kwargs"])
+        kwargs = {name: _back(value) for name, value in kwargs.items()} if kwargs else {}
+        return func(*map(_back, args), **kwargs)
 
 
+def _back(value: Any) -> Any:
+    """An argument with the CPU in the place of the CUDA device."""
+    if isinstance(value, torch.device):
+        return CPU if value == _CUDA else value
+    return tree_map_only(torch.device, _back, value) if isinstance(value, list | tuple | dict) else value
+
+
+@functools.cache
+def _name(operation: Any) -> str:
+    """The name of an operation, without that of its overload."""
+    return schema_of(operation).name
+
+
+def _cheaper(name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The same operation in a form whose shapes torch has at hand, where it takes a millisecond for this one.
+
+    Those are views of products (`_unsafe_view`, which its cache leaves out), and memory for a parameter on the meta
+    device, of which it would first make a fake tensor.
+    """
+    if name == "aten::_unsafe_view":
+        return torch.ops.aten.view.default, args, kwargs
+    if name == "aten::empty_like" and "device" in kwargs and "memory_format" not in kwargs:
+        (like,) = args
+        if type(like) in (torch.Tensor, nn.Parameter) and like.is_contiguous():
+            kwargs = {"dtype": like.dtype, **kwargs}
+            return torch.ops.aten.empty.memory_format, (list(like.shape),), kwargs
+    return func, args, kwargs
+
+
+def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments or results, and in their lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+_DEVICE_OF: Any = torch.ops.prim.device.default
+_READ = ("aten::_local_scalar_dense", "aten::is_nonzero")
 _CUDA = torch.device("cuda", 0)
 _IS_CUDA: Any = torch.Tensor.is_cuda.__get__  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
 _DEVICE: Any = torch.Tensor.device.__get__

@@ -10,6 +10,7 @@ import numpy as np
 from shardtune.batch import TOKENS, Batch, PackedBatch, Sample
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
+from shardtune.data.cache.by_file import RowsByFile, rows_to_show
 from shardtune.data.loader.packing import pack
 from shardtune.data.loader.protocol import DataState
 from shardtune.data.prepare import PreparedData, prepare_data
@@ -110,9 +111,13 @@ def read(recipe: Recipe, adapter: Adapter, layout: Layout, prepared: PreparedDat
     looked_at = [next(steps) for _ in range(min(horizon, STEPS_LOOKED_AT))]
     fullest = max((batch for step in looked_at for batch in step.micro_batches), key=_size)
     number = max(len(step.micro_batches) for step in looked_at)
-    tokens, lengths = loader.num_tokens(horizon), task.training_rows().lengths
+    rows, tokens = task.training_rows(), loader.num_tokens(horizon)
+    lengths = rows_to_show(rows).lengths
+    if tokens is None:
+        tokens = round(sum(step.num_tokens for step in looked_at) / len(looked_at) * horizon)
+    of = f" of the first of {len(rows.data_files):,} files" if isinstance(rows, RowsByFile) else ""
     return Work(
-        source=f"{len(lengths):,} rows, as encoded",
+        source=f"{len(lengths):,} rows{of}, as encoded",
         batches=[fullest] * min(number, ALIKE),
         micro_batch_tokens=len(fullest.input_ids) if isinstance(fullest, PackedBatch) else None,
         micro_batches=number,

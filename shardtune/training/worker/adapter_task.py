@@ -15,6 +15,7 @@ from torch import nn
 
 from shardtune.batch import Batch, Metric, Sample
 from shardtune.config import Recipe
+from shardtune.data.cache.by_file import TrainingRows, rows_to_show
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.packing import pack
@@ -98,6 +99,7 @@ class AdapterTask(CachedRowsTask):
         rows = next(iter(self.all_rows()), None)
         if rows is None:
             return []
+        rows = rows_to_show(rows)
         longest = np.argpartition(rows.trained_lengths, -min(2, len(rows)))[-2:]
         return [rows.row(int(index)) for index in longest]
 
@@ -150,7 +152,7 @@ class AdapterTask(CachedRowsTask):
 
     # Rows.
 
-    def weighed(self, rows: TokenDataset) -> WeighedRows:
+    def weighed(self, rows: TrainingRows) -> WeighedRows:
         return WeighedRows(rows, self.adapter.row_terms())
 
     def maker(

@@ -15,6 +15,7 @@ from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.config.user_code import names_in
 from shardtune.data.audit.limits import check_limits
+from shardtune.data.cache.by_file import RowsByFile
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import Encoder
 from shardtune.data.prepare import PreparedData, prepare_data
@@ -101,7 +102,9 @@ class SFTWorker(FSDPSftWorker):
             recipe, self._encoder, train_data=train_data, eval_data=eval_data, training=training, report=report
         )
         for rows in (self.prepared.train, *self.prepared.evals.values()):
-            if rows is not None:
+            if isinstance(rows, RowsByFile):
+                rows.follow(lambda file: self.adapter.check_rows(file.lengths, file.locate) if len(file) else None)
+            elif rows is not None:
                 self.adapter.check_rows(rows.lengths, rows.locate)
         if training and prepared is None:
             check_limits(recipe, self.prepared, report)

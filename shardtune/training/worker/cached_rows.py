@@ -22,11 +22,14 @@ from shardtune.checkpoint.hf_save import stop_tokens
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import long_key
+from shardtune.data.cache.ahead import FileStepLoader
+from shardtune.data.cache.by_file import RowsByFile, TrainingRows, mixed_files
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.images.augmentation import KEY as AUGMENTATION
 from shardtune.data.images.augmentation import Augmentation
 from shardtune.data.images.image_changes import image_changes
+from shardtune.data.loader.file_order import FileOrder
 from shardtune.data.loader.order import DataOrder, OrderSource, derive_seed
 from shardtune.data.loader.protocol import DataState, MicroBatch, Step, supervised
 from shardtune.data.loader.step_loader import BatchMaker, Changes, StepLoader
@@ -159,7 +162,7 @@ class CachedRowsTask(Task):
     # Rows.
 
     @property
-    def rows(self) -> TokenDataset | None:
+    def rows(self) -> TrainingRows | None:
         return self.prepared.train
 
     @abstractmethod
@@ -169,7 +172,7 @@ class CachedRowsTask(Task):
         """The maker of micro-batches of at most `max_rows` rows, changed in training by `changes`."""
 
     @abstractmethod
-    def weighed(self, rows: TokenDataset) -> WeighedRows:
+    def weighed(self, rows: TrainingRows) -> WeighedRows:
         """Rows with the weights of all loss terms."""
 
     @abstractmethod
@@ -184,21 +187,36 @@ class CachedRowsTask(Task):
     def training_loader(self, ranks: Ranks) -> StepLoader:
         """The training rows in steps."""
         rows, actor = self.training_rows(), self.recipe.actor
-        order = DataOrder(
-            [OrderSource(span.name, span.start, span.stop, span.weight) for span in rows.sources],
-            seed=self.recipe.runner.seed,
-            shuffle=self.recipe.data.shuffle,
-            global_batch_size=actor.global_batch_size if actor.global_batch_tokens is None else None,
-            global_batch_tokens=actor.global_batch_tokens,
-            lengths=rows.lengths,
-            left_out=rows.left_out,
-        )
         weighed = self.weighed(rows)
         changes = self.changes()
         makers = [self.maker(weighed, actor.micro_batch_size, one, changes) for one in ranks_of(ranks, self.stands_for)]
         maker = makers[0] if len(makers) == 1 else MakersInTurn(makers)
         token_term = (self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None) or TOKENS
-        return StepLoader(weighed, order, maker, token_term=token_term, num_processes=self.num_processes)
+        seed, data, processes = self.recipe.runner.seed, self.recipe.data, self.num_processes
+        size = actor.global_batch_size if actor.global_batch_tokens is None else None
+        if isinstance(rows, RowsByFile):
+            order = FileOrder(
+                rows,
+                rows.spans,
+                seed=seed,
+                shuffle=data.shuffle,
+                mixed_files=mixed_files(data),
+                global_batch_size=size,
+                global_batch_tokens=actor.global_batch_tokens,
+            )
+            return FileStepLoader(
+                weighed, order, maker, rows, limit_gib=data.cache_limit, token_term=token_term, num_processes=processes
+            )
+        order = DataOrder(
+            [OrderSource(span.name, span.start, span.stop, span.weight) for span in rows.sources],
+            seed=seed,
+            shuffle=data.shuffle,
+            global_batch_size=size,
+            global_batch_tokens=actor.global_batch_tokens,
+            lengths=rows.lengths,
+            left_out=rows.left_out,
+        )
+        return StepLoader(weighed, order, maker, token_term=token_term, num_processes=processes)
 
     def changes(self) -> Changes | None:
         """The random changes of training rows (`data.augmentation`); None where there are none.
@@ -226,7 +244,7 @@ class CachedRowsTask(Task):
     def accumulate(self) -> Accumulate:
         return in_turn(accumulate, self.stands_for)
 
-    def training_rows(self) -> TokenDataset:
+    def training_rows(self) -> TrainingRows:
         """The training rows.
 
         Raises:
@@ -246,7 +264,7 @@ class CachedRowsTask(Task):
     def evaluation_sets(self) -> list[DataPaths]:
         return [DataPaths([], name) for name in self.prepared.evals]
 
-    def all_rows(self) -> list[TokenDataset]:
+    def all_rows(self) -> list[TrainingRows]:
         """The training rows and those of all evaluation sets."""
         return [rows for rows in (self.prepared.train, *self.prepared.evals.values()) if rows is not None]
 
@@ -259,10 +277,11 @@ class CachedRowsTask(Task):
     def row_fingerprints(self, *, row_by_row: bool = False) -> dict[str, str]:
         train = {} if self.prepared.train is None else {"the training rows": self.prepared.train}
         evals = {f"the evaluation rows {name}".rstrip(): rows for name, rows in self.prepared.evals.items()}
+        sets: dict[str, TrainingRows] = {**train, **evals}
         encoding = {"the settings of their encoding": self.prepared.encoder.cache_key()[:16]}
         return encoding | {
             name: f"{len(rows):,} with fingerprint {rows.content() if row_by_row else rows.fingerprint}"
-            for name, rows in {**train, **evals}.items()
+            for name, rows in sets.items()
         }
 
     def describe_data(self) -> dict[str, object]:
@@ -460,6 +479,11 @@ class CachedRowsTask(Task):
         train = self.prepared.train
         gone = 0 if train is None else len(train.left_out)
         notes = [f"{gone:,} row{' is' if gone == 1 else 's are'} left out by data.quarantine"] if gone else []
+        if isinstance(train, RowsByFile):
+            notes.append(
+                f"data.cache: by_file: {len(train.data_files):,} files are tokenised one by one; rows and steps of an "
+                "epoch are counted before any are dropped"
+            )
         if train is not None and self.recipe.data.augmentation.is_on:
             notes.append(f"images of training are augmented, by {image_changes().name}")
         if isinstance(self.adapter, ActingAdapter):
@@ -486,7 +510,7 @@ def harness(recipe: Recipe, adapter: Adapter) -> Harness | None:
     return found
 
 
-def token_counts(summary: RunSummary, rows: TokenDataset, token_term: str | None = None) -> RunSummary:
+def token_counts(summary: RunSummary, rows: TrainingRows, token_term: str | None = None) -> RunSummary:
     """The summary with the tokens and targets of an epoch of `summary.rows` rows.
 
     Args:
@@ -494,6 +518,8 @@ def token_counts(summary: RunSummary, rows: TokenDataset, token_term: str | None
         rows: of training.
         token_term: the loss term whose weight counts targets; without it the largest of all, as of a step.
     """
+    if isinstance(rows, RowsByFile):  # not known yet
+        return summary
     share = summary.rows / (len(rows) - len(rows.left_out))
     weights = {name: float(each.sum() - each[rows.left_out].sum()) for name, each in rows.term_weights.items()}
     return replace(

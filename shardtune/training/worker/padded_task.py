@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from shardtune.batch import Batch, LossSum, Metric
 from shardtune.config import Recipe
+from shardtune.data.cache.by_file import TrainingRows
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.loader.padding import AnswerRows, Padding
 from shardtune.data.loader.step_loader import BatchMaker, Changes, Limits, Rows
@@ -96,13 +98,15 @@ class PaddedTask(CachedRowsTask):
 
     # Rows.
 
-    def weighed(self, rows: TokenDataset) -> WeighedRows:
+    def weighed(self, rows: TrainingRows) -> WeighedRows:
         return WeighedRows(rows, {})
 
     def maker(self, rows: Rows, max_rows: int | None, ranks: Ranks, changes: Changes | None = None) -> BatchMaker:
         max_tokens = self.recipe.actor.max_tokens_per_micro_batch
         if max_tokens is not None:  # padding counts: each row takes as much memory as the longest
-            fitting = max(1, max_tokens // int(rows.lengths.max()))
+            lengths = rows.lengths
+            longest = int(lengths.max()) if isinstance(lengths, np.ndarray) else self.recipe.data.max_length
+            fitting = max(1, max_tokens // longest)
             max_rows = fitting if max_rows is None else min(max_rows, fitting)
         limits = Limits(max_rows, max_tokens)
         rank, number = ranks.data_rank, ranks.num_data_ranks

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardtune.batch import Metric
-from shardtune.data.cache.dataset import TokenDataset
+from shardtune.data.cache.by_file import TrainingRows
 from shardtune.data.loader.protocol import MicroBatch, Step
 from shardtune.models.adapter import WeightSource
 from shardtune.parallel.model_parallel import ModelParallel
@@ -153,7 +153,7 @@ class Task(ABC):
     # Rows.
 
     @property
-    def rows(self) -> TokenDataset | None:
+    def rows(self) -> TrainingRows | None:
         """The encoded training rows; None if a user-defined loader provides batches."""
         return None
 

@@ -60,6 +60,12 @@ class UserBatches:
                 where=self._recipe.where("data.quarantine") or "data.quarantine",
                 remedy="set it to null, and leave the rows out in build_dataloader",
             )
+        if self._recipe.data.cache != "whole":
+            raise ConfigError(
+                "data.cache: by_file tokenises rows that the recipe names; build_dataloader returns batches of its own",
+                where=self._recipe.where("data.cache") or "data.cache",
+                remedy="leave it out",
+            )
         if self._recipe.data.augmentation.is_on:
             raise ConfigError(
                 "data.augmentation changes rows that the recipe names; build_dataloader returns batches of its own",

@@ -9,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardtune.run.plan import plan as planning
+from shardtune.run.plan.known_shapes import KnownShapes
 from shardtune.run.plan.ledger import Ledger
 from shardtune.run.plan.plan import Planner, planner
 from shardtune.run.plan.simulation import MOMENTS, WEIGHTS
@@ -108,6 +109,15 @@ def test_a_gpu_is_planned_without_one(tiny: Tiny) -> None:
     assert offloaded.memory is not None
     assert WEIGHTS not in offloaded.memory
     assert offloaded.host > 0
+
+
+def test_known_shapes_change_no_byte(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch computes the shapes of every operation anew: on a GPU with LoRA, on ranks, checkpointed."""
+    cases = [(1, "model.is_lora=true", "model.gradient_checkpointing=selective"), (2, "fsdp_config.reduce=every")]
+    known = [plans(tiny, *changes, ranks=ranks).plan().memory for ranks, *changes in cases]
+    monkeypatch.setattr(KnownShapes, "compute", lambda _, mode, func, args, kwargs: func(*args, **kwargs))
+    assert known == [plans(tiny, *changes, ranks=ranks).plan().memory for ranks, *changes in cases]
+    assert None not in known
 
 
 def test_where_a_step_cannot_be_computed_the_formulas_stand_in(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

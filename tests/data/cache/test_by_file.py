@@ -1,0 +1,188 @@
+"""Files that are tokenised one by one: only what is read, the same rows, limits, and what has changed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardtune.config import Recipe, load_recipe
+from shardtune.data.cache.ahead import FilesAhead
+from shardtune.data.cache.by_file import RowsByFile, open_by_file
+from shardtune.data.loader.file_order import FileOrder
+from shardtune.data.loader.protocol import DataState
+from shardtune.data.row_files import last_number, read_rows
+from shardtune.data.sources.resolve import resolve_sources
+from shardtune.errors import ConfigError, DataError
+from tests.data.cache.test_cache import WordEncoder
+
+Reader = Callable[..., RowsByFile]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Five files; of the third one row is dropped as too long, and one line is blank."""
+    for number in range(5):
+        rows = [{"text": f"f{number} r{row}={'x' * (row + 1)}"} for row in range(6)]
+        if number == 2:
+            rows[1]["text"] = "y" * 80 + "=x"
+        lines = [json.dumps(row) for row in rows]
+        if number == 2:
+            lines.insert(1, "")
+        (tmp_path / f"f{number}.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def recipe(folder: Path, **data: object) -> Recipe:
+    given = {"train_data_paths": str(folder / "*.jsonl"), "cache_dir": str(folder / "cache"), "cache": "by_file"}
+    return load_recipe(
+        {
+            "runner": {"max_steps": 5},
+            "actor": {"model": {"model_path": "m"}},
+            "data": {**given, "shuffle": False, "num_workers": 0, **data},
+        }
+    )
+
+
+def opened(folder: Path, **data: object) -> RowsByFile:
+    made = recipe(folder, **data)
+    encoder = WordEncoder(50, "drop")
+    sources = resolve_sources(made.data.train_data_paths, made.data, name_format=lambda row: "", report=lambda _: None)
+    return open_by_file(sources, encoder, made, lambda _: None)
+
+
+def entries(folder: Path) -> int:
+    return len([*(folder / "cache" / "entries").glob("*/[!.]*")])
+
+
+def test_only_the_files_that_are_read_are_tokenised(folder: Path) -> None:
+    rows = opened(folder)
+    assert (len(rows), entries(folder)) == (31, 1)
+    seen: list[str] = []
+    rows.follow(lambda file: seen.append(Path(file.report.files[0].label).name))
+    assert rows.locate(20) == f"{folder / 'f3.jsonl'}:2"
+    assert entries(folder) == 1
+    assert rows.row(20).input_ids.tobytes().decode("utf-32-le") == "f3 r1=xx"
+    assert (entries(folder), seen) == (2, ["f0.jsonl", "f3.jsonl"])
+    # Row 2 of the third file is blank, row 3 too long.
+    assert rows.are_kept(np.arange(12, 19)).tolist() == [True, False, False, True, True, True, True]
+    with pytest.raises(IndexError, match="row 3 was dropped"):
+        rows.lengths[np.array([14])]
+    assert rows.lengths[np.array([[12, 30], [0, 15]])].tolist() == [[7, 12], [7, 9]]
+    assert int(rows.hashes[20]) == int(rows.hashes[np.array([20])][0])
+    assert [float(rows.term_weights["ce"][row]) for row in (0, 5)] == [1.0, 6.0]
+    assert [span.stop for span in rows.spans] == [6, 12, 19, 25, 31]
+    again = opened(folder)
+    assert again.fingerprint == rows.fingerprint
+    assert again.files[2]["rows"] == 7
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(folder: Path) -> None:
+    rows = opened(folder)
+    file = folder / "f4.jsonl"
+    file.write_text(file.read_text().replace("f4", "g4"))
+    with pytest.raises(DataError, match="has changed since training began"):
+        rows.row(26)
+    file.unlink()
+    with pytest.raises(DataError, match=r"cannot be read: No such file"):
+        rows.row(26)
+
+
+def test_bad_rows_are_met_where_their_file_is_read(folder: Path) -> None:
+    for number in (1, 3):
+        (folder / f"f{number}.jsonl").write_text('{"text": "a=b"}\n{"text": "none"}\n')
+    rows = opened(folder)
+    with pytest.raises(DataError, match="no ="):
+        rows.row(6)
+    rows = opened(folder, on_bad_row="skip", max_bad_rows=1)
+    assert rows.are_kept(np.array([6, 7])).tolist() == [True, False]
+    rows.row(0)
+    assert rows.row(6).length == 3  # opened again, its bad row counts once
+    with pytest.raises(DataError, match=r"data\.max_bad_rows is 0"):
+        rows.row(15)
+
+
+def test_what_cannot_be_read_file_by_file_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_samples counts usable rows"):
+        opened(folder, train_data_paths={"path": str(folder / "f1.jsonl"), "max_samples": 2})
+    (folder / "f1.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match=r"(?s)holds no rows.*f1.jsonl"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "lines.json", "a.csv", "a.parquet", "a.arrow"])
+def test_the_last_number_of_a_file_without_decoding_it(tmp_path: Path, name: str) -> None:
+    import gzip
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file, rows = tmp_path / name, [{"text": f"row {row}"} for row in range(600)]
+    kind = file.suffixes[0][1:]
+    match name:
+        case "a.jsonl" | "lines.json":
+            file.write_text("\n".join(map(json.dumps, rows)))
+        case "a.jsonl.gz":
+            file.write_bytes(gzip.compress(("\n\n".join(map(json.dumps, rows)) + "\n").encode()))
+        case "a.json":
+            file.write_text(json.dumps(rows))
+        case "a.csv":
+            file.write_text("text\n" + "\n".join('"two\nlines"' for _ in rows))
+        case "a.parquet":
+            pq.write_table(pa.Table.from_pylist(rows), file)
+        case _:
+            with pa.ipc.new_stream(file, pa.schema({"text": pa.string()})) as stream:
+                stream.write_table(pa.Table.from_pylist(rows))
+    assert last_number(file, kind) == [*read_rows(file, kind)][-1][0] == (1199 if name.endswith("gz") else 600)
+
+
+def order(rows: RowsByFile) -> FileOrder:
+    return FileOrder(rows, rows.spans, seed=3, shuffle=False, mixed_files=1, global_batch_size=2)
+
+
+def present(rows: RowsByFile) -> list[int]:
+    return [number for number in range(5) if rows.folder(number).is_dir()]
+
+
+def test_the_files_needed_last_are_removed(folder: Path) -> None:
+    rows = opened(folder)
+    for number in range(5):
+        rows.entry(number)
+    size = sum(file.stat().st_size for file in rows.folder(1).iterdir())
+    FilesAhead(rows, order(rows), None).remove_passed(0, 0)
+    ahead = FilesAhead(rows, order(rows), 4.5 * size / 2**30)
+    assert ahead.wanted(0, 3) == [3, 4, 0]
+    ahead.remove_passed(0, 3)
+    assert present(rows) == [0, 2, 3, 4]  # the second is needed last; the window before may still be read
+    FilesAhead(rows, order(rows), 1e-9).remove_passed(1, 0)
+    assert present(rows) == [0, 2, 4]
+    assert rows.row(7).length == 8
+    assert rows.row(20).length == 8
+
+
+def test_a_process_tokenises_ahead(folder: Path) -> None:
+    rows = opened(folder)
+    ahead = FilesAhead(rows, order(rows), None)
+    end = ahead.start()
+    try:
+        await_files(rows, [0, 1, 2])
+        ahead.move_to(DataState(0, 13))
+        await_files(rows, [0, 1, 2, 3, 4])
+        shutil.rmtree(rows.folder(3))
+        ahead.move_to(DataState(0, 20))
+        await_files(rows, [0, 1, 2, 3, 4])
+    finally:
+        end()
+    assert rows.row(30).length == 12
+
+
+def await_files(rows: RowsByFile, wanted: list[int]) -> None:
+    until = time.monotonic() + 20
+    while present(rows) != wanted:
+        assert time.monotonic() < until
+        time.sleep(0.02)
