@@ -59,7 +59,7 @@ def peft_loop(base: Path, begun: Path) -> tuple[list[float], dict[str, torch.Ten
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total.item())
-    return losses, {name: p.detach() for name, p in made.base_model.model.named_parameters() if p.requires_grad}
+    return losses, {name: p.detach() for name, p in made.get_base_model().named_parameters() if p.requires_grad}
 
 
 def our_loop(base: Path, folder: Path, methods: list[str]) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
@@ -121,7 +121,7 @@ def test_it_begins_as_peft_begins_it_and_goes_on_from_a_directory(tmp_path: Path
     torch.manual_seed(5)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     made = peft.get_peft_model(plain, peft.LoHaConfig(r=3, alpha=6, target_modules=TARGETS))
-    theirs = {name: p.detach() for name, p in made.base_model.model.named_parameters() if p.requires_grad}
+    theirs = {name: p.detach() for name, p in made.get_base_model().named_parameters() if p.requires_grad}
     assert ours.keys() == theirs.keys()
     assert any(float(tensor.abs().max()) > 0 for tensor in ours.values())
     made.save_pretrained(str(tmp_path / "stored"))
