@@ -413,6 +413,20 @@ def _losses(context: Context) -> Iterator[ConfigError]:
         )
 
 
+OF_LORA = (
+    "r",
+    "alpha",
+    "dropout",
+    "init",
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+)
+"""Keys of the section that only LoRA has."""
+
+
 def _lora(context: Context) -> Iterator[ConfigError]:
     model = context.recipe.actor.model
     lora, section = model.lora, "actor.model.lora"
@@ -456,12 +470,24 @@ def _lora(context: Context) -> Iterator[ConfigError]:
                 lora.layers_to_transform is not None and lora.target_parameters and not lora.load_from,
             )
         ],
+        "peft": [
+            ("a peft_type, as text, e.g. IA3", bool(lora.peft) and not isinstance(lora.peft.get("peft_type"), str)),
+            ("base_dtype: auto or bf16", bool(lora.peft) and lora.base_dtype == "nf4"),
+            ("parallel.tensor: 1", bool(lora.peft) and tensor > 1),
+        ],
         "exclude_modules": [("target_modules", lora.exclude_modules and not lora.target_modules)],
         "base_dtype": [
             ("precision: bf16", lora.base_dtype == "bf16" and model.precision != "bf16"),
             ("parallel.tensor: 1, as blocks of its codes lie along rows", lora.base_dtype == "nf4" and tensor > 1),
         ],
     }
+    for name in OF_LORA if lora.peft else ():
+        if name in lora.model_dump(exclude_defaults=True):
+            yield context.problem(
+                f"{section}.{name}",
+                f"{section}.{name} is LoRA's, and {section}.peft is of another method",
+                f"leave it out; keys of that method are given in {section}.peft",
+            )
     for name, rules in contradictions.items():
         for what, broken in rules:
             if broken:
