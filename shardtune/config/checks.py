@@ -200,12 +200,14 @@ def _by_file(context: Context) -> Iterator[ConfigError]:
             "dropped, and so the steps of an epoch, are known only when all files have been read",
             f"set runner.max_steps, {whole}",
         )
+    top_k = context.recipe.actor.teacher.top_k
     audits = bool(data.audit.model_dump(exclude_none=True))
     of_all_files = (
         ("data.eval_split", data.eval_split > 0, "holds out rows of all files", "name data.eval_data_paths"),
         ("data.quarantine", data.quarantine is not None, "looks for its rows in all files", "leave it out"),
         ("data.on_too_long", data.on_too_long == "split", "split makes several rows of one", "choose another"),
         ("data.audit", audits, "counts rows of all files", "leave its limits out"),
+        ("actor.teacher.top_k", top_k is not None, "stores the teacher's tokens of all rows", "leave it out"),
     )
     for key, is_set, why, remedy in of_all_files:
         if is_set:
