@@ -47,7 +47,7 @@ def whole_base(target: BaseTensor) -> torch.Tensor:
 
 @torch.no_grad()
 def fingerprint(model: nn.Module, names: Collection[str], ranks: Ranks) -> str:
-    """A hash of the values of some parameters: the same on any number of ranks, in bf16 and fp32; all ranks call it.
+    """A hash of the values of some parameters: the same in any layout, in bf16 and fp32; all ranks call it.
 
     Args:
         model: sharded or not, its weights in memory.
@@ -56,13 +56,26 @@ def fingerprint(model: nn.Module, names: Collection[str], ranks: Ranks) -> str:
     chosen = [(name, parameter) for name, parameter in sorted(model.named_parameters()) if name in names]
     sums = torch.zeros(len(chosen), dtype=torch.int64)
     for number, (_, parameter) in enumerate(chosen):
-        if ranks.is_main or isinstance(parameter, DTensor):  # of a tensor that every rank holds whole, rank 0's counts
+        if ranks.is_main if not isinstance(parameter, DTensor) else _is_first_copy(parameter):
             sums[number] = _sum_of_bits(shard_of(parameter).local)
     if ranks.mesh is not None:
         sums = sums.to(ranks.device)
         dist.all_reduce(sums)
     lines = [f"{name} {tuple(p.shape)} {bits}" for (name, p), bits in zip(chosen, sums.tolist(), strict=True)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def _is_first_copy(parameter: DTensor) -> bool:
+    """Whether this rank's part counts: of the ranks that hold the same one, the one beside rank 0.
+
+    Tensor ranks that do not cut a parameter, and copies of a sharded model, have whole meshes of their own.
+    """
+    mesh, place = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert place is not None
+    first = bool((mesh.mesh == 0).any())
+    return first and not any(
+        at for at, placement in zip(place, parameter.placements, strict=True) if placement.is_replicate()
+    )
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +44,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, str]:
     )
     names = {id(tensor): name for name, tensor in stand_ins.items()}
     found = {PREFIX + key: names[id(tensor)] for key, tensor in chosen.items()}
-    in_full = adapter_config(model).modules_to_save or ()
+    in_full: Collection[str] = getattr(adapter_config(model), "modules_to_save", None) or ()
     first: dict[int, str] = {}  # a shared parameter is listed under its first name
     for target in base_tensors(model):
         own_name = first.setdefault(id(target.tensor), target.own_name)
@@ -235,10 +235,12 @@ def _rank_dimension(key: str) -> int:
     return 1 if key.endswith(".lora_B.weight") else 0
 
 
-def _stored_config(model: nn.Module, base: str | None, *, doubled: bool) -> peft.LoraConfig:
+def _stored_config(model: nn.Module, base: str | None, *, doubled: bool) -> peft.PeftConfig:
     config = deepcopy(adapter_config(model))
     config.base_model_name_or_path, config.revision = (None, None) if base is None else split_revision(base)
     config.inference_mode = True
+    if not isinstance(config, peft.LoraConfig):
+        return config
     config.init_lora_weights = True  # the initialisation no longer matters, and PEFT would repeat it
     if doubled:
         # The scale is alpha / r, or alpha / sqrt(r), and stays what it was.

@@ -200,12 +200,14 @@ def _by_file(context: Context) -> Iterator[ConfigError]:
             "dropped, and so the steps of an epoch, are known only when all files have been read",
             f"set runner.max_steps, {whole}",
         )
+    top_k = context.recipe.actor.teacher.top_k
     audits = bool(data.audit.model_dump(exclude_none=True))
     of_all_files = (
         ("data.eval_split", data.eval_split > 0, "holds out rows of all files", "name data.eval_data_paths"),
         ("data.quarantine", data.quarantine is not None, "looks for its rows in all files", "leave it out"),
         ("data.on_too_long", data.on_too_long == "split", "split makes several rows of one", "choose another"),
         ("data.audit", audits, "counts rows of all files", "leave its limits out"),
+        ("actor.teacher.top_k", top_k is not None, "stores the teacher's tokens of all rows", "leave it out"),
     )
     for key, is_set, why, remedy in of_all_files:
         if is_set:
@@ -413,6 +415,20 @@ def _losses(context: Context) -> Iterator[ConfigError]:
         )
 
 
+OF_LORA = (
+    "r",
+    "alpha",
+    "dropout",
+    "init",
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+)
+"""Keys of the section that only LoRA has."""
+
+
 def _lora(context: Context) -> Iterator[ConfigError]:
     model = context.recipe.actor.model
     lora, section = model.lora, "actor.model.lora"
@@ -456,12 +472,24 @@ def _lora(context: Context) -> Iterator[ConfigError]:
                 lora.layers_to_transform is not None and lora.target_parameters and not lora.load_from,
             )
         ],
+        "peft": [
+            ("a peft_type, as text, e.g. IA3", bool(lora.peft) and not isinstance(lora.peft.get("peft_type"), str)),
+            ("base_dtype: auto or bf16", bool(lora.peft) and lora.base_dtype == "nf4"),
+            ("parallel.tensor: 1", bool(lora.peft) and tensor > 1),
+        ],
         "exclude_modules": [("target_modules", lora.exclude_modules and not lora.target_modules)],
         "base_dtype": [
             ("precision: bf16", lora.base_dtype == "bf16" and model.precision != "bf16"),
             ("parallel.tensor: 1, as blocks of its codes lie along rows", lora.base_dtype == "nf4" and tensor > 1),
         ],
     }
+    for name in OF_LORA if lora.peft else ():
+        if name in lora.model_dump(exclude_defaults=True):
+            yield context.problem(
+                f"{section}.{name}",
+                f"{section}.{name} is LoRA's, and {section}.peft is of another method",
+                f"leave it out; keys of that method are given in {section}.peft",
+            )
     for name, rules in contradictions.items():
         for what, broken in rules:
             if broken:

@@ -72,6 +72,7 @@ EXAMPLES = {
     "actor.model.lora.rank_pattern": "{q_proj: 8}",
     "actor.model.lora.alpha_pattern": "{q_proj: 16}",
     "actor.model.lora.modules_to_save": "[lm_head]",
+    "actor.model.lora.peft": "{peft_type: IA3, feedforward_modules: [down_proj]}",
     "actor.model.lora.load_from": "runs/lora/final",
     "actor.tokenizer.tokenizer_model": "Qwen/Qwen3-0.6B",
     "actor.tokenizer.new_tokens": "[<call>, </call>]",

@@ -32,6 +32,8 @@ FIXED = {
 EMPTY: dict[str, object] = {"layers_to_transform": None, "rank_pattern": {}, "alpha_pattern": {}}
 """What stands for null in PEFT's file; for the other keys it is an empty list."""
 FREE = {"dropout": "lora_dropout"}
+OF_EVERY_METHOD = ("target_modules", "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern")
+LORA = "LORA"
 
 
 def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) -> list[ConfigError]:
@@ -54,7 +56,10 @@ def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) ->
     file = Path(os.path.normpath(base / Path(path).expanduser())) / CONFIG_FILE
     try:
         stored: Mapping[str, object] = json.loads(file.read_text())
-        found = {ours: _value(stored, theirs) for ours, theirs in {**FIXED, **FREE}.items() if theirs in stored}
+        method = str(stored.get("peft_type") or LORA)
+        keys = {**FIXED, **FREE} if method == LORA else {name: name for name in OF_EVERY_METHOD}
+        found = {ours: _value(stored, theirs) for ours, theirs in keys.items() if theirs in stored}
+        found |= {"peft": {"peft_type": method}} if method != LORA else {}
     except (OSError, ValueError, TypeError) as problem:
         if not must_exist:
             return []
@@ -71,7 +76,7 @@ def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) ->
         written = given.given(f"{SECTION}.{name}")
         if written is None:
             section[name] = value
-        elif must_exist and name in FIXED and _comparable(section[name]) != _comparable(value):
+        elif must_exist and name not in FREE and _comparable(section[name]) != _comparable(value):
             problems.append(
                 ConfigError(
                     f"{SECTION}.{name}: {as_written(section[name])}, but the adapter in {file.parent} has "

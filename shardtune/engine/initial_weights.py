@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import peft
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from shardtune.checkpoint.random_init import initialised_by_class
 from shardtune.engine.nn import BaseHuggingFaceTrainModule, BaseTrainModule, LoraTrainModule
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WeightSource
-from shardtune.models.lora.attach import base_tensors, is_adapted
+from shardtune.models.lora.attach import adapter_config, base_tensors, is_adapted
 from shardtune.models.lora.init import initialise_adapter
 from shardtune.parallel.meta_init import init_empty_weights, materialise
 from shardtune.parallel.ranks import Ranks
@@ -80,6 +81,12 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
             device=ranks.device,
             by_class=True,
             may_lack=partial(_new_heads, module, seed),
+        )
+    if empty_adapter and not isinstance(adapter_config(module), peft.LoraConfig):
+        raise ModelError(
+            f"{type(module).__name__.removeprefix('FSDP')} has an adapter without values that is no LoRA",
+            where="init_empty_weights()",
+            remedy="give it the adapter outside of init_empty_weights(), or use LoRA",
         )
     if empty_adapter:
         initialise_adapter(module, seed)

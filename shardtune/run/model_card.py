@@ -150,11 +150,16 @@ def _metadata(record: RunRecord, directory: Path, adapter: bool) -> ModelCardDat
     return ModelCardData(
         base_model=base,
         datasets=record.datasets or None,
-        tags=["shardtune", "sft", *(["lora"] if record.model["is_lora"] else [])],
+        tags=["shardtune", "sft", *([_method(record).lower()] if record.model["is_lora"] else [])],
         library_name="peft" if adapter else library if in_transformers else None,
         pipeline_tag=PIPELINES.get(record.model["model_type"]) if adapter or in_transformers else None,
         **more,
     )
+
+
+def _method(record: RunRecord) -> str:
+    """The name of the adapter's method."""
+    return str(((record.model.get("lora") or {}).get("peft") or {}).get("peft_type", "LoRA"))
 
 
 def _license(record: RunRecord, base: str | None) -> dict[str, str]:
@@ -171,9 +176,10 @@ def _license(record: RunRecord, base: str | None) -> dict[str, str]:
 def _introduction(record: RunRecord, adapter: bool) -> str:
     base = record.base_model
     named = f"[{base}](https://huggingface.co/{base})" if base else f"the model `{_last(record.model['model_path'])}`"
-    trained = f"A low-rank adapter of {named}" if adapter else f"{named[:1].upper()}{named[1:]}"
+    kind = "A low-rank adapter" if _method(record) == "LoRA" else f"An adapter ({_method(record)})"
+    trained = f"{kind} of {named}" if adapter else f"{named[:1].upper()}{named[1:]}"
     if record.model["model_path"] is None:
-        trained = "A low-rank adapter of a model in memory" if adapter else "A model from memory"
+        trained = f"{kind} of a model in memory" if adapter else "A model from memory"
     version = record.manifest["versions"]["shardtune"]
     return f"{trained}, trained with supervised data by shardtune {version}."
 

@@ -30,6 +30,10 @@ EVAL = "data.eval_data_paths=eval.jsonl"
         (["data.cache=by_file", "runner.max_steps=5", "data.eval_split=0.1"], "data.eval_split holds out rows of all"),
         (["data.cache=by_file", "runner.max_steps=5", "data.on_too_long=split"], "split makes several rows of one"),
         (["data.cache=by_file", "runner.max_steps=5", "data.audit.max_duplicates=0"], "data.audit counts rows of all"),
+        (
+            ["data.cache=by_file", "runner.max_steps=5", "actor.teacher.top_k=4"],
+            "stores the teacher's tokens of all rows",
+        ),
         (["data.cache=by_file", "runner.max_steps=5", "data.quarantine=q.jsonl"], "looks for its rows in all files"),
         (["runner.logger.prometheus.port=9000"], "without prometheus in runner.logger.logger_backends"),
         (["runner.logger.rank_logs=true"], "runner.logger.rank_logs has no effect on a single process"),

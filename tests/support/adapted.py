@@ -59,7 +59,7 @@ def adapted(
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     grow_embeddings(model, new_ids)
-    attach_adapter(model, config, new_ids)
+    attach_adapter(model, config, new_ids, compute=COMPUTE_DTYPE[precision])
     if config.base_dtype == "nf4":
         keep_in_nf4(model, COMPUTE_DTYPE[precision])
     frozen = {"auto": None, "bf16": torch.bfloat16, "nf4": COMPUTE_DTYPE[precision]}[config.base_dtype]

@@ -60,6 +60,11 @@ class LoraConfig(Section):
         "How a new LoRA is initialised, by PEFT's names: true (A random, B zero), gaussian, orthogonal, pissa, "
         "pissa_niter_16, olora, mica; false: random, for tests.",
     )
+    peft: dict[str, object] = key(
+        {},
+        "Another method of PEFT instead of LoRA, by PEFT's own keys: {peft_type: IA3, feedforward_modules: "
+        "[down_proj]}; the modules are those of `target_modules`.",
+    )
     modules_to_save: list[Text] = key([], "Modules, by name endings, that are trained in full and saved with LoRA.")
     load_from: Text | None = key(
         None,

@@ -20,6 +20,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
@@ -27,6 +28,7 @@ from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
 from shardtune.models.lora.config import (
     SECTION,
+    as_target,
     class_name,
     ends,
     fresh_config,
@@ -35,8 +37,10 @@ from shardtune.models.lora.config import (
     is_inside,
     join,
     stored_config,
+    targeted,
     trained_in_full,
 )
+from shardtune.models.lora.methods import inject_other, is_other, other_config, stored_other_config
 from shardtune.models.lora.nf4 import NF4Linear, to_nf4
 from shardtune.models.new_tokens import KEY as ROWS
 from shardtune.models.new_tokens import check_rows, trained_rows
@@ -44,12 +48,15 @@ from shardtune.parallel.torch_private import contents, own_persistent_buffers
 
 ADAPTER = "default"
 """PEFT's name for an adapter that is the only one."""
-WRAPPING = (LoraLayer, TrainableTokensWrapper, TrainableTokensLayer)
+WRAPPING = (BaseTunerLayer, TrainableTokensWrapper)
 
 if TYPE_CHECKING:
 
-    class AdaptedLayer(LoraLayer, nn.Module):
-        """A layer of PEFT: each is both, though `LoraLayer` itself is no module."""
+    class AdaptedLayer(BaseTunerLayer, nn.Module):
+        """A layer of PEFT: each is both, though `BaseTunerLayer` itself is no module."""
+
+    class AdaptedByLora(LoraLayer, nn.Module):
+        """A layer of a LoRA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,13 @@ class BaseTensor:
 
 
 def attach_adapter(
-    model: nn.Module, config: LoraConfig, new_ids: Sequence[int] = (), afresh: Sequence[str] = ()
+    model: nn.Module,
+    config: LoraConfig,
+    new_ids: Sequence[int] = (),
+    afresh: Sequence[str] = (),
+    *,
+    seed: int = 0,
+    compute: torch.dtype = torch.float32,
 ) -> list[str]:
     """Freeze a model and inject an adapter, in place, on the meta device, before the model is sharded.
 
@@ -85,6 +98,8 @@ def attach_adapter(
         config: the recipe's `actor.model.lora`.
         new_ids: ids of tokens whose embeddings are trained beside the adapter.
         afresh: modules without pretrained weights; beside a fresh adapter they are trained in full.
+        seed: of the values of a method other than LoRA, which has them from the start.
+        compute: the dtype of the computation.
 
     Returns:
         Notes for the user: modules that are not adapted, and others that are trained too.
@@ -93,6 +108,8 @@ def attach_adapter(
         ConfigError: a name matches nothing, or PEFT cannot adapt what it matches.
     """
     notes: list[str] = []
+    if is_other(config):
+        return _attach_other(model, config, new_ids, afresh, seed, compute)
     if config.load_from is not None:
         made = stored_config(Path(config.load_from))
         made.lora_dropout = config.dropout
@@ -119,6 +136,40 @@ def attach_adapter(
         wrapper.token_adapter.trainable_tokens_original.clear()  # PEFT's copy, for taking rows out of a merged weight
     made.modules_to_save = sorted(trained) or None
     made.init_lora_weights = init  # pyright: ignore[reportAttributeAccessIssue] (PEFT declares fewer names)
+    for parameter in thawed:
+        parameter.requires_grad_(True)
+    return notes
+
+
+def _attach_other(
+    model: nn.Module,
+    config: LoraConfig,
+    new_ids: Sequence[int],
+    afresh: Sequence[str],
+    seed: int,
+    compute: torch.dtype,
+) -> list[str]:
+    """`attach_adapter` with another method than LoRA."""
+    if new_ids:
+        raise ConfigError(
+            "the embeddings of new tokens are trained beside LoRA alone",
+            where=f"{ROWS}, {SECTION}.peft",
+            remedy=f"name embedding and head in {SECTION}.modules_to_save of a LoRA, or leave one of them out",
+        )
+    notes: list[str] = []
+    if config.load_from is not None:
+        made, names = stored_other_config(Path(config.load_from)), None
+        in_full: Collection[str] = getattr(made, "modules_to_save", None) or ()
+        trained = trained_in_full(model, in_full, notes)
+    else:
+        trained = trained_in_full(model, [*config.modules_to_save, *_to_train(model, config, afresh, notes)], notes)
+        names = targeted(model, peft.LoraConfig(), config, trained, notes)
+        made = other_config(model, config, names, as_target(model, names))
+    thawed = [parameter for name in trained for parameter in _to_thaw(model.get_submodule(name))]
+    vars(made)["modules_to_save"] = None  # PEFT would train a copy and keep the original in memory
+    inject_other(made, model, seed, compute)
+    _check_reach(model, names)
+    vars(made)["modules_to_save"] = sorted(trained) or None
     for parameter in thawed:
         parameter.requires_grad_(True)
     return notes
@@ -178,21 +229,21 @@ def keep_in_nf4(model: nn.Module, dtype: torch.dtype) -> str:
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether a model has an adapter."""
-    return any(isinstance(module, LoraLayer) for module in model.modules())
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
 
 
 def detach_adapter(model: nn.Module) -> None:
     """Remove the adapter from a model; the base weights are left as they are."""
     for name, layer in [*lora_layers(model), *token_rows(model)]:
-        below = layer.token_adapter.base_layer if isinstance(layer, TrainableTokensWrapper) else layer
-        while isinstance(below, LoraLayer):
-            below = below.base_layer
+        below: nn.Module = layer.token_adapter.base_layer if isinstance(layer, TrainableTokensWrapper) else layer
+        while is_adapted_layer(below):
+            below = below.get_submodule("base_layer")
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, below)
     del vars(model)["peft_config"]
 
 
-def adapter_config(model: nn.Module) -> peft.LoraConfig:
+def adapter_config(model: nn.Module) -> peft.PeftConfig:
     """PEFT's description of a model's adapter."""
     return vars(model)["peft_config"][ADAPTER]
 
@@ -286,4 +337,8 @@ def _check_reach(model: nn.Module, names: Collection[str] | None) -> None:
 
 
 def is_adapted_layer(module: nn.Module) -> TypeGuard[AdaptedLayer]:
+    return isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer)
+
+
+def is_lora_layer(module: nn.Module) -> TypeGuard[AdaptedByLora]:
     return isinstance(module, LoraLayer)

@@ -57,26 +57,14 @@ def fresh_config(
         task_type=peft.TaskType.CAUSAL_LM if kind.endswith("ForCausalLM") else None,
         init_lora_weights="mica" if config.init == "mica" else True,  # others are drawn once there is memory
     )
-    targets = config.target_modules
-    if targets == ALL_LINEAR:
-        names = chosen(model, config, dict.fromkeys(_all_linear(model, trained, notes), False))
-    else:
-        endings = [targets] if isinstance(targets, str) else targets
-        found = [
-            name
-            for ending in endings
-            for name in without_frozen(model, _ending(model, ending), ending, "target_modules", notes)
-        ]
-        names = chosen(model, config, {name: name in endings for name in found})
-        _check_apart(names, trained)
-    names = _not_renamed(model, made, names, everything=targets == ALL_LINEAR, notes=notes)
-    if targets == ALL_LINEAR and not config.target_parameters:
+    names = targeted(model, made, config, trained, notes)
+    if config.target_modules == ALL_LINEAR and not config.target_parameters:
         notes += _left_out(model)
     for ending in config.target_parameters:
         _check_parameter(model, ending)
     made.target_parameters = [name for ending in config.target_parameters for name in _trained(model, ending, notes)]
     made.target_parameters = made.target_parameters or None
-    made.target_modules = _as_target(model, names)
+    made.target_modules = as_target(model, names)
     made.exclude_modules = config.exclude_modules or None
     if isinstance(made.target_modules, list) and len(in_layers(config, names)) == len(names):
         # Otherwise PEFT would refuse them or leave out a module that is named in full; the names alone say the same.
@@ -91,6 +79,25 @@ def fresh_config(
     made.rank_pattern = {name: int(rank) for name, rank in ranks.items()}
     made.alpha_pattern = {name: _whole(scale) for name, scale in scales.items()}
     return made, names
+
+
+def targeted(
+    model: nn.Module, made: peft.LoraConfig, config: LoraConfig, trained: Collection[str], notes: list[str]
+) -> list[str]:
+    """The full names of the modules that get an adapter, by the recipe's keys for them."""
+    targets = config.target_modules
+    if targets == ALL_LINEAR:
+        names = chosen(model, config, dict.fromkeys(_all_linear(model, trained, notes), False))
+    else:
+        endings = [targets] if isinstance(targets, str) else targets
+        found = [
+            name
+            for ending in endings
+            for name in without_frozen(model, _ending(model, ending), ending, "target_modules", notes)
+        ]
+        names = chosen(model, config, {name: name in endings for name in found})
+        _check_apart(names, trained)
+    return _not_renamed(model, made, names, everything=targets == ALL_LINEAR, notes=notes)
 
 
 def _whole(number: float) -> float:
@@ -297,7 +304,7 @@ def _check_parameter(model: nn.Module, ending: str) -> None:
     )
 
 
-def _as_target(model: nn.Module, names: list[str]) -> list[str] | str:
+def as_target(model: nn.Module, names: list[str]) -> list[str] | str:
     """Names as PEFT takes them: a list matches endings, so where that is ambiguous a regular expression."""
     chosen = set(names)
     others = [name for name, _ in model.named_modules() if name and name not in chosen]
@@ -338,12 +345,8 @@ def head_of(model: nn.Module) -> nn.Module | None:
     return model.get_output_embeddings()
 
 
-def stored_config(directory: Path) -> peft.LoraConfig:
-    """The LoRA config of a directory that PEFT can load.
-
-    Raises:
-        ConfigError: it holds none, or one that uses more than LoRA, rsLoRA and DoRA.
-    """
+def read_config(directory: Path) -> peft.PeftConfig:
+    """The config of a directory that PEFT can load, of any method."""
     key = f"{SECTION}.load_from"
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(
@@ -352,9 +355,19 @@ def stored_config(directory: Path) -> peft.LoraConfig:
             remedy="give a directory as PEFT's save_pretrained (or a LoRA run's final/) has it",
         )
     try:
-        found = peft.PeftConfig.from_pretrained(str(directory))
+        return peft.PeftConfig.from_pretrained(str(directory))
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{directory / CONFIG_FILE} cannot be read: {error}", where=key) from error
+
+
+def stored_config(directory: Path) -> peft.LoraConfig:
+    """The LoRA config of a directory that PEFT can load.
+
+    Raises:
+        ConfigError: it holds none, or one that uses more than LoRA, rsLoRA and DoRA.
+    """
+    key = f"{SECTION}.load_from"
+    found = read_config(directory)
     if not isinstance(found, peft.LoraConfig):
         raise ConfigError(f"{directory} holds an adapter of type {found.peft_type}, not LoRA", where=key)
     defaults = peft.LoraConfig()

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
+from peft import LoraConfig, PeftConfig
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -20,14 +19,21 @@ from torch.distributed.tensor import DTensor
 
 from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError
-from shardtune.models.lora.attach import ADAPTER, adapter_config, is_adapted_layer, lora_layers, token_rows
+from shardtune.models.lora.attach import (
+    ADAPTER,
+    adapter_config,
+    is_adapted_layer,
+    is_lora_layer,
+    lora_layers,
+    token_rows,
+)
 from shardtune.models.lora.config import SUBTRACTING
 from shardtune.models.lora.nf4 import NF4Linear, decode
 from shardtune.parallel.meta_init import fill
 from shardtune.parallel.torch_private import contents, set_contents
 
 if TYPE_CHECKING:
-    from shardtune.models.lora.attach import AdaptedLayer
+    from shardtune.models.lora.attach import AdaptedByLora
 
 DECOMPOSING = ("pissa", "olora", "mica")
 """Initialisers that decompose the base weight."""
@@ -39,7 +45,9 @@ Make = Callable[[nn.Module, str, torch.Tensor], torch.Tensor]
 
 @torch.no_grad()
 def initialise_adapter(model: nn.Module, seed: int) -> None:
-    """Draw the weights of a fresh adapter by the initialiser of `lora.init`; every rank calls it.
+    """Draw the weights of a fresh LoRA by the initialiser of `lora.init`; every rank calls it.
+
+    An adapter of another method has its values since it was attached.
 
     Factors are drawn in fp32 and cast. DoRA's magnitudes are the norms of the base weights, so these have to be loaded;
     PiSSA and OLoRA also change them.
@@ -52,8 +60,8 @@ def initialise_adapter(model: nn.Module, seed: int) -> None:
         ConfigError: PEFT cannot initialise a layer in this way.
     """
     config = adapter_config(model)
-    for path, outermost in lora_layers(model):
-        for name, layer in _nested(path, outermost):
+    if isinstance(config, LoraConfig):
+        for name, layer in (pair for each in lora_layers(model) for pair in _nested(*each)):
             made = _initialised_copy(name, layer, config, seed)
             _copy_back(layer, made, subtracted=_init_is_one_of(config, SUBTRACTING))
     for _, wrapper in token_rows(model):
@@ -76,9 +84,9 @@ def merged(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
         return _values(module, key, tensor).to("cpu", dtype, copy=True)
 
     module = _copied(layer, cast)
-    while isinstance(module, LoraLayer):
+    while is_adapted_layer(module):
         module.merge()
-        module = module.base_layer
+        module = module.get_submodule("base_layer")
     return module
 
 
@@ -96,7 +104,7 @@ def changes_base(model: nn.Module) -> bool:
     return _init_is_one_of(adapter_config(model), SUBTRACTING)
 
 
-def _initialised_copy(name: str, layer: AdaptedLayer, config: LoraConfig, seed: int) -> AdaptedLayer:
+def _initialised_copy(name: str, layer: AdaptedByLora, config: LoraConfig, seed: int) -> AdaptedByLora:
     """A copy of a layer, initialised by PEFT: factors in fp32, magnitudes in fp64 if the weights are."""
     decomposes = _init_is_one_of(config, DECOMPOSING)
 
@@ -123,7 +131,7 @@ def _initialised_copy(name: str, layer: AdaptedLayer, config: LoraConfig, seed: 
     return made
 
 
-def _init_magnitudes_in_fp64(layer: nn.Module, made: AdaptedLayer, config: LoraConfig) -> None:
+def _init_magnitudes_in_fp64(layer: nn.Module, made: AdaptedByLora, config: LoraConfig) -> None:
     """Initialise DoRA's magnitudes of a copy once more, from the weights in fp64."""
     made.double()
     for name, tensor in _copied(layer, _values).named_parameters():
@@ -133,7 +141,7 @@ def _init_magnitudes_in_fp64(layer: nn.Module, made: AdaptedLayer, config: LoraC
     begin(made, adapter_name=ADAPTER, config=config)
 
 
-def _copy_back(layer: AdaptedLayer, made: nn.Module, *, subtracted: bool) -> None:
+def _copy_back(layer: AdaptedByLora, made: nn.Module, *, subtracted: bool) -> None:
     """Copy this rank's part of a copy's adapter into the layer, and of its base weight if that has changed."""
     for name, parameter in layer.named_parameters():
         if not name.startswith("base_layer.") or (subtracted and name == "base_layer.weight"):
@@ -143,20 +151,20 @@ def _copy_back(layer: AdaptedLayer, made: nn.Module, *, subtracted: bool) -> Non
             factor.register_buffer(INITIAL, factor.get_parameter("weight").detach().clone(), persistent=False)
 
 
-def _init_is_one_of(config: LoraConfig, names: tuple[str, ...]) -> bool:
-    return str(config.init_lora_weights).startswith(names)
+def _init_is_one_of(config: PeftConfig, names: tuple[str, ...]) -> bool:
+    return isinstance(config, LoraConfig) and str(config.init_lora_weights).startswith(names)
 
 
-def _nested(name: str, layer: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
+def _nested(name: str, layer: nn.Module) -> Iterator[tuple[str, AdaptedByLora]]:
     """A layer and those nested in it: several adapted parameters of one module are nested layers."""
-    while is_adapted_layer(layer):
+    while is_lora_layer(layer):
         yield name, layer
         name, layer = f"{name}.base_layer", layer.base_layer
 
 
-def _copied_layer(layer: AdaptedLayer, make: Make) -> AdaptedLayer:
+def _copied_layer(layer: AdaptedByLora, make: Make) -> AdaptedByLora:
     copy = _copied(layer, make)
-    assert is_adapted_layer(copy)
+    assert is_lora_layer(copy)
     return copy
 
 

@@ -194,7 +194,9 @@ def _facts(run: StoredRun, number: int, charts: Sequence[Chart]) -> dict[str, st
         "state": ": ".join(filter(None, [told, str((finished or {}).get("ended") or "")])),
         "model": _model(run),
         "trained parameters": count(trained_parameters(run)),
-        "adapter": "LoRA" if settings.get("actor.model.is_lora") else "",
+        "adapter": str(settings.get("actor.model.lora.peft.peft_type", "LoRA"))
+        if settings.get("actor.model.is_lora")
+        else "",
         "steps": f"{int(finished['step'] if finished else last):,}",
         "rows of an epoch": f"{data['rows_per_epoch']:,}" if "rows_per_epoch" in data else "",
         "rows of a step": as_written(settings.get("actor.global_batch_size")),

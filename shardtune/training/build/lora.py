@@ -13,6 +13,7 @@ from shardtune.checkpoint.hf_load import MayLack, lacking_weights
 from shardtune.checkpoint.module_weights import in_files
 from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
 from shardtune.config import LoraConfig, ModelConfig, Recipe
+from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import attach_adapter, base_tensors, is_adapted, keep_in_nf4
@@ -74,7 +75,8 @@ def adapt(
     afresh: list[str] = []
     if config.lora.load_from is None:
         afresh = _drawn(model, source(), may_lack) if empty else _not_in_files(model, config.model_path)
-    notes += attach_adapter(model, _with_parts(config.lora, new_parts), ids, afresh)
+    lora, compute = _with_parts(config.lora, new_parts), COMPUTE_DTYPE[config.precision]
+    notes += attach_adapter(model, lora, ids, afresh, seed=derive_seed(recipe.runner.seed, "lora"), compute=compute)
     if config.lora.load_from is not None:
         _check_parts(model, config.lora.load_from, new_parts)
     notes += _keep_statistics(model)

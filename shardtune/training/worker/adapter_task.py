@@ -112,6 +112,7 @@ class AdapterTask(CachedRowsTask):
             loss.teacher = self._teacher(model, ranks, notes)
             return notes
         rows, most = self.training_rows(), self.recipe.actor.micro_batch_size
+        assert isinstance(rows, TokenDataset)  # `data.cache: by_file` is refused with `top_k`
 
         def computing() -> tuple[ShardedTeacher, Iterator[Batch]]:
             teacher = self._teacher(model, ranks, notes)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -117,7 +118,8 @@ class PlainSide:
         if self.recipe.actor.model.is_lora:
             tokens = self.recipe.actor.added_tokens
             plain = lora.load_from is None and lora.init in (True, "gaussian", "orthogonal", False) and not tokens
-            plain = plain and not lora.target_parameters and adapter_config(worker.inner_model).modules_to_save is None
+            plain = plain and not (lora.target_parameters or lora.peft)
+            plain = plain and getattr(adapter_config(worker.inner_model), "modules_to_save", None) is None
         return (
             plain
             and isinstance(adapter, CausalLM)
@@ -387,6 +389,7 @@ def _weighed(batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], dict[str,
 def _peft_arguments(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
     """The arguments of PEFT's LoraConfig: the recipe's, for the modules that a run has adapted."""
     lora, made = recipe.actor.model.lora, adapter_config(model)
+    assert isinstance(made, LoraConfig)
     return {
         "r": lora.r,
         "rank_pattern": made.rank_pattern,
