@@ -539,30 +539,14 @@ def _execution(context: Context) -> Iterator[ConfigError]:
         )
 
 
-# Keys that only action models read; a registered model may read any.
-OF_ACTIONS = (
-    "action_token_len",
-    "action_chunks_len",
-    "unnorm_key",
-    "num_action_bins",
-    "action_tokens",
-    "action_prompt",
-    "action_state",
-    "action_statistics",
-    "action_normalization_mask",
-    "action_representation",
-    "action_representation_mask",
-)
-
-
-OF_POLICIES = (
-    "unnorm_key",
-    "action_statistics",
-    "action_normalization_mask",
-    "action_representation",
-    "action_representation_mask",
-)
-"""Those of them that ready policies read."""
+OF_ACTION_TOKENS = ("action_token_len", "num_action_bins", "action_tokens", "action_prompt", "action_state")
+"""Keys that only models of action tokens read."""
+OF_STATISTICS = ("unnorm_key", "action_statistics", "action_normalization_mask")
+"""Keys of how actions are normalised."""
+OF_POLICIES = (*OF_STATISTICS, "action_representation", "action_representation_mask")
+"""Keys of actions that ready policies read, too."""
+OF_ACTIONS = ("action_chunks_len", *OF_ACTION_TOKENS, *OF_POLICIES)
+"""Keys that only action models read; a registered model may read any."""
 
 
 def _actions(context: Context) -> Iterator[ConfigError]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel
 from torch import nn
 
-from shardtune.config.checks import idle_columns
+from shardtune.config.checks import OF_STATISTICS, idle_columns
 from shardtune.config.schema import long_key
 from shardtune.config.user_code import check_call, names_in
 from shardtune.data.robot.returns import RETURN
@@ -113,7 +113,7 @@ def check_value_head(adapter: Adapter, model: nn.Module) -> None:
     Raises:
         ConfigError: there is no value head to train.
     """
-    if not adapter.recipe.actor.model.add_value_head or not _is_users(type(adapter)):
+    if not _is_users(type(adapter)) or not adapter.recipe.actor.model.add_value_head:
         return  # the package's own adapters build one, or refuse the key
     named = any(name.rpartition(".")[2] == HEAD or isinstance(part, ValueHead) for name, part in model.named_modules())
     valued = isinstance(adapter, ActingAdapter) and type(adapter).values is not ActingAdapter.values
@@ -127,16 +127,31 @@ def check_value_head(adapter: Adapter, model: nn.Module) -> None:
         )
 
 
-def check_values(adapter: Adapter) -> None:
-    """Refuse keys and columns of a value head that do nothing with an adapter's rows.
+def check_keys_of_actions(adapter: Adapter) -> None:
+    """Refuse keys of actions and of a value head that do nothing with a user's adapter, unless its class reads them.
 
     Raises:
-        ConfigError: returns cannot be computed from these rows, or columns that nothing reads.
+        ConfigError: nothing is normalised, a chunk has another length, returns cannot be computed from these rows, or
+            nothing reads a column.
     """
+    if not _is_users(type(adapter)):
+        return
     recipe, kind = adapter.recipe, type(adapter).__name__
     model = recipe.actor.model
-    reads = {long_key(name) for name in adapter.reads}
-    if adapter.action_chunk is not None:
+    reads, given = {long_key(name) for name in adapter.reads}, model.model_dump(exclude_defaults=True)
+    idle: dict[str, tuple[str, str]] = {}
+    if not (isinstance(adapter, ActingAdapter) and adapter.normalizes):
+        remedy = f"derive {kind} from ActingAdapter and give it normalization_mapping, or leave it out"
+        idle |= dict.fromkeys((*OF_STATISTICS, "normalization_mapping"), (f"{kind} has no self.normalizer", remedy))
+    chunk = adapter.action_chunk
+    if chunk != model.action_chunks_len:
+        remedy = f"let {kind}.action_chunk return self.recipe.actor.model.action_chunks_len, or leave the key out"
+        idle["action_chunks_len"] = (f"{kind}.action_chunk is {chunk}", remedy)
+    for name, (why, remedy) in idle.items():
+        key = f"actor.model.{name}"
+        if name in given and key not in reads:
+            raise ConfigError(f"{key} has no effect: {why}", where=recipe.where(key) or key, remedy=remedy)
+    if chunk is not None:
         problem = next(idle_columns(recipe), None)
         if problem is not None:
             raise problem
