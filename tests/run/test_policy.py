@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import shardtune
 from shardtune.cli.commands import app
 from shardtune.config import load_recipe
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.action.environment import Observation
 from shardtune.run.policy import policy_run
 from tests.support.robot import frame, save_episodes
@@ -158,7 +158,7 @@ def command(*words: str) -> str:
     return found.stdout
 
 
-def test_the_command(own: shardtune.Run, tmp_path: Path) -> None:
+def test_the_command(own: shardtune.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = own.policy().predict_action_chunk(SEEN)
     Image.fromarray(frame(0.3)).save(tmp_path / "wrist.png")
     words = [str(own.dir), "--image", f"wrist={tmp_path}/wrist.png", "--instruction", "Follow the light"]
@@ -169,9 +169,14 @@ def test_the_command(own: shardtune.Run, tmp_path: Path) -> None:
         (["--state", "0.3;0.1"], "'0.3;0.1' is no list of numbers"),
         (["--image", "a.png", "--image", "b.png"], "not known of which camera"),
         (["--image", f"wrist={tmp_path}/none.png"], "camera wrist: the image .*none.png does not exist"),
+        ([], "there are no values to normalise: a state, or an action, is None"),
     ):
-        with pytest.raises(ConfigError, match=what):
+        with pytest.raises(ShardtuneError, match=what):
             command(str(own.dir), *wrong)
+    policy = own.policy()
+    monkeypatch.setattr(policy, "_predict", lambda seen: seen[0]["images"]["top"])
+    with pytest.raises(ModelError, match=r"reads 'top' \(test_policy.py:\d+\), the observation has the cameras wrist"):
+        policy.select_action(SEEN)
 
 
 @pytest.mark.parametrize("kind", ["llava", pytest.param("openvla", marks=pytest.mark.slow)])
