@@ -169,7 +169,7 @@ def test_the_command(own: shardtune.Run, tmp_path: Path, monkeypatch: pytest.Mon
         (["--state", "0.3;0.1"], "'0.3;0.1' is no list of numbers"),
         (["--image", "a.png", "--image", "b.png"], "not known of which camera"),
         (["--image", f"wrist={tmp_path}/none.png"], "camera wrist: the image .*none.png does not exist"),
-        ([], "there are no values to normalise: a state, or an action, is None"),
+        ([], r"values of shape \[\] do not have the 2 dimensions"),
     ):
         with pytest.raises(ShardtuneError, match=what):
             command(str(own.dir), *wrong)
