@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
 from shardtune.cli.arguments import Checkpoint, Trust
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ShardtuneError
 
 Target = Annotated[
     str,
@@ -25,6 +27,15 @@ Images = Annotated[
 State = Annotated[
     str | None, typer.Option(metavar="NUMBERS", help="The robot's state: numbers with commas, or a JSON list.")
 ]
+
+
+OPTIONS = {
+    "observation['images']": "--image",
+    "observation['state']": "--state",
+    "observation['instruction']": "--instruction",
+}
+"""The option of each part of an observation."""
+GIVE = "give --image [CAMERA=]FILE for each camera, and --state and --instruction where the model takes them"
 
 
 def act(
@@ -57,8 +68,9 @@ def act(
     policy = load_policy(run, checkpoint=checkpoint, trust=trust or ())
     images = _images(image or [], policy.cameras)
     observation = {"images": images, "instruction": instruction, "state": numbers}
-    actions = policy.predict_action_chunk(observation)
-    value = {"value": policy.value(observation)} if policy.has_values else {}
+    with _options_in_errors():
+        actions = policy.predict_action_chunk(observation)
+        value = {"value": policy.value(observation)} if policy.has_values else {}
     if as_json:
         typer.echo(json.dumps({"actions": actions.tolist(), **value}))
         return
@@ -66,6 +78,21 @@ def act(
         typer.echo(f"value {value['value']:.6g}", err=True)
     for action in actions:
         typer.echo(" ".join(f"{value:.6g}" for value in action))
+
+
+@contextmanager
+def _options_in_errors() -> Iterator[None]:
+    """Errors on a part of the observation name the option that gives it."""
+    try:
+        yield
+    except ShardtuneError as error:
+        from shardtune.run.trained_policy import FORM
+
+        place = error.where or ""
+        if not place.startswith("observation"):
+            raise
+        remedy = GIVE if error.remedy == FORM else error.remedy
+        raise type(error)(error.what, where=OPTIONS.get(place, ", ".join(OPTIONS.values())), remedy=remedy) from error
 
 
 def _numbers(text: str) -> list[float]:
@@ -94,5 +121,14 @@ def _images(words: list[str], cameras: tuple[str, ...] | None) -> dict[str, str]
                     else "write CAMERA=FILE, with the names of the training data",
                 )
             name, file = known[0], word
+        if name in found:
+            raise ConfigError(f"there are two images of the camera {name}", where="--image", remedy="give one")
         found[name] = file
+    if cameras is not None and found.keys() != set(cameras):
+        shown, known = (", ".join(names) or "no camera" for names in (found, cameras))
+        raise ConfigError(
+            f"the images are of {shown}, the model was trained with {known}",
+            where="--image",
+            remedy=" ".join(f"--image {camera}=FILE" for camera in cameras) or "give none",
+        )
     return found

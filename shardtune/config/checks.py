@@ -26,6 +26,13 @@ class Context:
     def problem(self, key: str, what: str, remedy: str) -> ConfigError:
         return ConfigError(what, where=self.recipe.where(key), remedy=remedy)
 
+    def idle(self, section: str, given: Mapping[str, object], why: str, remedy: str) -> Iterator[ConfigError]:
+        """One message for all keys of a section that have no effect; none where none is given."""
+        keys = [f"{section}.{name}" for name in given]
+        if keys:
+            have = "has" if len(keys) == 1 else "have"
+            yield self.problem(keys[0], f"{enumerated(keys)} {have} no effect {why}", remedy)
+
     @property
     def has_eval_data(self) -> bool:
         data = self.recipe.data
@@ -36,6 +43,12 @@ class Context:
         """Whether there are rows, episodes or tasks to evaluate on."""
         evaluation = self.recipe.eval
         return self.has_eval_data or evaluation.environment is not None or bool(evaluation.harness)
+
+
+def enumerated(names: Collection[str]) -> str:
+    """Names in a sentence: a, b and c."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[ConfigError]:
@@ -62,14 +75,14 @@ def _launcher(context: Context) -> Iterator[ConfigError]:
             f"runner.nproc_per_node ({runner.nproc_per_node}) has no effect with runner.launcher: ray",
             "leave it out; runner.num_ranks is the number of ranks, runner.ray.placement their placement",
         )
-    for_ray = ["num_ranks"] if runner.num_ranks is not None else []
-    for_ray += [f"ray.{name}" for name in runner.ray.model_dump(exclude_defaults=True)]
-    for name in [] if by_ray else for_ray:
-        yield context.problem(
-            f"runner.{name}",
-            f"runner.{name} has no effect with runner.launcher: local",
-            "set runner.launcher: ray, or leave it out; runner.nproc_per_node is the number of ranks on this machine",
-        )
+    for_ray = {"num_ranks": runner.num_ranks} if runner.num_ranks is not None else {}
+    for_ray |= {f"ray.{name}": value for name, value in runner.ray.model_dump(exclude_defaults=True).items()}
+    yield from context.idle(
+        "runner",
+        {} if by_ray else for_ray,
+        "with runner.launcher: local",
+        "set runner.launcher: ray, or leave it out; runner.nproc_per_node is the number of ranks on this machine",
+    )
     if runner.max_restarts and not by_ray and runner.nproc_per_node == 1:
         yield context.problem(
             "runner.max_restarts",
@@ -93,12 +106,13 @@ def _launcher(context: Context) -> Iterator[ConfigError]:
 
 def _logger(context: Context) -> Iterator[ConfigError]:
     runner, logger = context.recipe.runner, context.recipe.runner.logger
-    for name in [] if "prometheus" in logger.logger_backends else logger.prometheus.model_dump(exclude_defaults=True):
-        yield context.problem(
-            f"runner.logger.prometheus.{name}",
-            f"runner.logger.prometheus.{name} has no effect without prometheus in runner.logger.logger_backends",
-            "add it there, or leave the key out",
-        )
+    serves = "prometheus" in logger.logger_backends
+    yield from context.idle(
+        "runner.logger.prometheus",
+        {} if serves else logger.prometheus.model_dump(exclude_defaults=True),
+        "without prometheus in runner.logger.logger_backends",
+        "add it there, or leave the key out",
+    )
     if logger.rank_logs and (runner.launcher == "ray" or runner.nproc_per_node == 1):
         one = "with runner.launcher: ray" if runner.launcher == "ray" else "on a single process"
         yield context.problem(
@@ -349,12 +363,12 @@ def _watching(context: Context) -> Iterator[ConfigError]:
 
 def _anomalies(context: Context) -> Iterator[ConfigError]:
     runner = context.recipe.runner
-    for name in [] if runner.on_spike is not None else runner.spike.model_dump(exclude_defaults=True):
-        yield context.problem(
-            f"runner.spike.{name}",
-            f"runner.spike.{name} has no effect without runner.on_spike",
-            "set runner.on_spike: stop, skip or rollback, or leave the key out",
-        )
+    yield from context.idle(
+        "runner.spike",
+        {} if runner.on_spike is not None else runner.spike.model_dump(exclude_defaults=True),
+        "without runner.on_spike",
+        "set runner.on_spike: stop, skip or rollback, or leave the section out",
+    )
     if runner.spike.warmup_steps > runner.spike.window:
         yield context.problem(
             "runner.spike.window",
@@ -434,10 +448,8 @@ def _lora(context: Context) -> Iterator[ConfigError]:
     lora, section = model.lora, "actor.model.lora"
     tensor = context.recipe.actor.parallel.tensor
     if not model.is_lora:
-        for name in lora.model_dump(exclude_defaults=True):
-            yield context.problem(
-                f"{section}.{name}", f"{section}.{name} has no effect with actor.model.is_lora: false", "set it to true"
-            )
+        given = lora.model_dump(exclude_defaults=True)
+        yield from context.idle(section, given, "with actor.model.is_lora: false", "set it to true")
         return
     subtracts = str(lora.init).startswith(("pissa", "olora"))
     contradictions = {
@@ -527,30 +539,14 @@ def _execution(context: Context) -> Iterator[ConfigError]:
         )
 
 
-# Keys that only action models read; a registered model may read any.
-OF_ACTIONS = (
-    "action_token_len",
-    "action_chunks_len",
-    "unnorm_key",
-    "num_action_bins",
-    "action_tokens",
-    "action_prompt",
-    "action_state",
-    "action_statistics",
-    "action_normalization_mask",
-    "action_representation",
-    "action_representation_mask",
-)
-
-
-OF_POLICIES = (
-    "unnorm_key",
-    "action_statistics",
-    "action_normalization_mask",
-    "action_representation",
-    "action_representation_mask",
-)
-"""Those of them that ready policies read."""
+OF_ACTION_TOKENS = ("action_token_len", "num_action_bins", "action_tokens", "action_prompt", "action_state")
+"""Keys that only models of action tokens read."""
+OF_STATISTICS = ("unnorm_key", "action_statistics", "action_normalization_mask")
+"""Keys of how actions are normalised."""
+OF_POLICIES = (*OF_STATISTICS, "action_representation", "action_representation_mask")
+"""Keys of actions that ready policies read, too."""
+OF_ACTIONS = ("action_chunks_len", *OF_ACTION_TOKENS, *OF_POLICIES)
+"""Keys that only action models read; a registered model may read any."""
 
 
 def _actions(context: Context) -> Iterator[ConfigError]:
@@ -607,11 +603,12 @@ def _values(context: Context) -> Iterator[ConfigError]:
     model = context.recipe.actor.model
     own = model.adapter is None and context.recipe.actor.worker is None
     if not model.add_value_head:
-        for name in model.value_head.model_dump(exclude_defaults=True):
-            key = f"actor.model.value_head.{name}"
-            yield context.problem(
-                key, f"{key} has no effect with actor.model.add_value_head: false", "set it to true, or leave it out"
-            )
+        yield from context.idle(
+            "actor.model.value_head",
+            model.value_head.model_dump(exclude_defaults=True),
+            "with actor.model.add_value_head: false",
+            "set it to true, or leave the section out",
+        )
     elif own and model.model_type in BUILT_IN and model.model_type != "vision_language_action":
         key = "actor.model.add_value_head"
         why = "whose directories are LeRobot's" if model.model_type in POLICIES else "which does not act"
@@ -621,19 +618,24 @@ def _values(context: Context) -> Iterator[ConfigError]:
             "use vision_language_action, or an adapter of your own with shardtune.ValueHead (docs/actions.md)",
         )
         return
-    if not own or model.model_type not in ("vision_language_action", *POLICIES):
-        return
+    if own and model.model_type in ("vision_language_action", *POLICIES):
+        yield from idle_columns(context.recipe)
+
+
+def idle_columns(recipe: Recipe) -> Iterator[ConfigError]:
+    """Columns of robot data that no value head reads: of returns where they are computed, of rewards otherwise."""
+    model = recipe.actor.model
     role = None if not model.add_value_head else "return" if model.value_head.discount is None else "reward"
     for name in ("return", "reward"):
-        if name == role or not any(name in columns for columns in _column_names(context.recipe.data)):
+        if name == role or not any(name in columns for columns in _column_names(recipe.data)):
             continue
         what = "without actor.model.add_value_head"
         if role is not None:
             what = f"{'with' if role == 'reward' else 'without'} actor.model.value_head.discount"
-        yield context.problem(
-            "data.columns",
+        yield ConfigError(
             f"data.columns.{name} has no effect {what}",
-            "leave it out" if role is None else f"name the column of {role}s, or change the discount",
+            where=recipe.where("data.columns"),
+            remedy="leave it out" if role is None else f"name the column of {role}s, or change the discount",
         )
 
 

@@ -42,6 +42,7 @@ from shardtune.config.schema import (
     present_key,
     short_key,
 )
+from shardtune.config.shown import NAMES as NAMES_OF_VALUES
 from shardtune.config.tree import Tree, get_section, get_value, set_value
 from shardtune.config.typed_paths import TYPED, from_working_directory
 from shardtune.config.values import escape_interpolation
@@ -276,6 +277,8 @@ def _is_literal(value: object) -> bool:
 
 def _short(value: object) -> str:
     """A value for a message, without the middle of a long one."""
+    if value is None or isinstance(value, bool):
+        return NAMES_OF_VALUES[value]
     try:
         return cut(f"'{value}'" if isinstance(value, str) else repr(value))  # a pattern without escapes
     except ValueError:  # a number of thousands of digits
@@ -322,6 +325,8 @@ def _type_problem(details: ErrorDetails, merged: Merged) -> ConfigError:
     reason = details["msg"].partition("Value error, ")[2] if details["type"] == "value_error" else ""
     words, foreign = allowed(field), hint_of_value(dotted, details["input"]) if not inside else None
     unquoted = isinstance(details["input"], int | float) and words.startswith(("text", "the name"))
+    if details["input"] is None and not inside and not field.is_required():
+        foreign = f"leave it out for its default, {_short(field.default)}"
     return ConfigError(
         f"{shown}: {_short(details['input'])} is not allowed{f' ({reason})' if reason else ''}",
         where=where,

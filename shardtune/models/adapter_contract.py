@@ -7,12 +7,19 @@ import inspect
 from collections.abc import Mapping
 
 from pydantic import BaseModel
+from torch import nn
 
+from shardtune.config.checks import OF_STATISTICS, idle_columns
+from shardtune.config.schema import long_key
 from shardtune.config.user_code import check_call, names_in
+from shardtune.data.robot.returns import RETURN
 from shardtune.errors import ConfigError
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, WholeStepAdapter
+from shardtune.models.value_head import ValueHead
+from shardtune.models.value_loss import HEAD
 
+ADD_HEAD, DISCOUNT = "actor.model.add_value_head", "actor.model.value_head.discount"
 PAGE = "docs/add-a-model.md shows how"
 CALLS = {
     "build": "",
@@ -93,6 +100,67 @@ def check_made(adapter: Adapter, where: str) -> None:
             where=where,
             remedy="let action_chunk return the number of actions of a row, so that rows are frames of robot data, or "
             "leave observation_steps out",
+        )
+
+
+def check_value_head(adapter: Adapter, model: nn.Module) -> None:
+    """Refuse `actor.model.add_value_head` where neither the model nor its adapter has values.
+
+    Args:
+        adapter: of the recipe.
+        model: that it has built.
+
+    Raises:
+        ConfigError: there is no value head to train.
+    """
+    if not _is_users(type(adapter)) or not adapter.recipe.actor.model.add_value_head:
+        return  # the package's own adapters build one, or refuse the key
+    named = any(name.rpartition(".")[2] == HEAD or isinstance(part, ValueHead) for name, part in model.named_modules())
+    valued = isinstance(adapter, ActingAdapter) and type(adapter).values is not ActingAdapter.values
+    if not named and not valued:
+        kind = type(adapter).__name__
+        raise ConfigError(
+            f"{ADD_HEAD} is true, and {kind}.build makes a {type(model).__name__} without a part named {HEAD}",
+            where=adapter.recipe.where(ADD_HEAD) or ADD_HEAD,
+            remedy=f"add {HEAD} = shardtune.ValueHead(width) to the model, and train it on what encode takes from "
+            f'row["{RETURN}"]; or write {kind}.values where the model has values without a head; or leave the key out',
+        )
+
+
+def check_keys_of_actions(adapter: Adapter) -> None:
+    """Refuse keys of actions and of a value head that do nothing with a user's adapter, unless its class reads them.
+
+    Raises:
+        ConfigError: nothing is normalised, a chunk has another length, returns cannot be computed from these rows, or
+            nothing reads a column.
+    """
+    if not _is_users(type(adapter)):
+        return
+    recipe, kind = adapter.recipe, type(adapter).__name__
+    model = recipe.actor.model
+    reads, given = {long_key(name) for name in adapter.reads}, model.model_dump(exclude_defaults=True)
+    idle: dict[str, tuple[str, str]] = {}
+    if not (isinstance(adapter, ActingAdapter) and adapter.normalizes):
+        remedy = f"derive {kind} from ActingAdapter and give it normalization_mapping, or leave it out"
+        idle |= dict.fromkeys((*OF_STATISTICS, "normalization_mapping"), (f"{kind} has no self.normalizer", remedy))
+    chunk = adapter.action_chunk
+    if chunk != model.action_chunks_len:
+        remedy = f"let {kind}.action_chunk return self.recipe.actor.model.action_chunks_len, or leave the key out"
+        idle["action_chunks_len"] = (f"{kind}.action_chunk is {chunk}", remedy)
+    for name, (why, remedy) in idle.items():
+        key = f"actor.model.{name}"
+        if name in given and key not in reads:
+            raise ConfigError(f"{key} has no effect: {why}", where=recipe.where(key) or key, remedy=remedy)
+    if chunk is not None:
+        problem = next(idle_columns(recipe), None)
+        if problem is not None:
+            raise problem
+    elif model.add_value_head and model.value_head.discount is not None and DISCOUNT not in reads:
+        raise ConfigError(
+            f"{DISCOUNT}: the rows of {kind} are no frames of robot data, so no returns are computed from rewards",
+            where=recipe.where(DISCOUNT) or DISCOUNT,
+            remedy=f"leave it out; or let {kind}.action_chunk be the number of actions of a row; or act on it in "
+            f"{kind} and add it to its reads",
         )
 
 

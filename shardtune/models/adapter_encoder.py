@@ -25,6 +25,7 @@ from shardtune.batch import Sample
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import USER_MODULE, import_file
 from shardtune.data.encoder import NEVER_A_ROW, Encoder, FrameOptions, LengthLimit, Row, RowDropped, RowError
+from shardtune.data.robot.returns import return_of
 from shardtune.errors import DataError, ModelError, ShardtuneError
 
 ENCODING_VERSION = 1
@@ -184,6 +185,11 @@ class FrameFieldEncoder(FieldEncoder):
     def __init__(self, adapter: RowEncoding, recipe: Recipe, frames: FrameOptions) -> None:
         super().__init__(adapter, recipe)
         self.frames = frames
+
+    def encode(self, row: Row) -> Sample:
+        if self.frames.returns:
+            return_of(row)
+        return super().encode(row)
 
 
 @dataclass(frozen=True, slots=True)

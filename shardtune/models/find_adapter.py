@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from shardtune.config import DataConfig, ModelConfig, Recipe, ValueHeadConfig
+from shardtune.config.checks import OF_ACTION_TOKENS
 from shardtune.config.model_names import registered, registered_function, registered_processor
 from shardtune.config.schema import long_key
 from shardtune.config.user_code import load_function
@@ -31,7 +32,7 @@ from shardtune.models.action.policy import ActionPolicy
 from shardtune.models.action.settings import acts_on, settings_for
 from shardtune.models.action.vision_language_action import VisionLanguageAction
 from shardtune.models.adapter import Adapter, LanguageModel
-from shardtune.models.adapter_contract import check_adapter_class, check_made
+from shardtune.models.adapter_contract import check_adapter_class, check_keys_of_actions, check_made
 from shardtune.models.causal_lm import CausalLM, CausalLMSettings
 from shardtune.models.check_sizes import check_sizes
 from shardtune.models.new_tokens import add_new_tokens
@@ -78,6 +79,7 @@ def find_adapter(
         _check_read(recipe, kind)
         made = kind.from_recipe(recipe, tokenizer)
         check_made(made, _named(config))
+        check_keys_of_actions(made)
         return made
     require_known(config.model_type)
     if config.options and registered_function(config.model_type) is None:
@@ -282,7 +284,11 @@ def _named(config: ModelConfig) -> str:
 def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
     """Refuse keys that an adapter does not read; a language model is assumed to read all keys about text."""
     model, data = recipe.actor.model, recipe.data
-    given = {"data.keep_pixels": data.keep_pixels and not issubclass(kind, VisionLanguage)}
+    given = {
+        "data.keep_pixels": data.keep_pixels and not issubclass(kind, VisionLanguage),
+        # that of `causal_lm` is refused with the recipe; where a worker is the user's, it may read the key
+        "actor.model.add_value_head": model.add_value_head and kind not in (CausalLM, VisionLanguageAction),
+    }
     has_images = bool(kind.image_fields) or kind.augmented is not Adapter.augmented
     if data.augmentation.is_on and not has_images and AUGMENTATION not in map(long_key, kind.reads):
         raise ConfigError(
@@ -300,9 +306,9 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
             "data.train_on": data.train_on != "assistant",
             "data.thinking": data.thinking is not None,
             "data.ignored_keys": bool(data.ignored_keys),
-            "actor.model.add_value_head": model.add_value_head,
             "data.template_kwargs": bool(data.template_kwargs),
             "data.on_prompt_mismatch": data.on_prompt_mismatch != "fail",
+            **{f"actor.model.{name}": name in model.model_dump(exclude_defaults=True) for name in OF_ACTION_TOKENS},
         }
     reads = {long_key(name) for name in kind.reads}
     for key in (key for key, is_given in given.items() if is_given and key not in reads):

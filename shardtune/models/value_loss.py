@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardtune.batch import LossSum, Metric, PackedBatch
-from shardtune.config.schema import ValueHeadConfig
+from shardtune.config.schema import ModelConfig, ValueHeadConfig
 from shardtune.data.robot.returns import RETURN
 from shardtune.models.loss import accumulation_dtype
 
@@ -19,6 +19,25 @@ HEAD = "value_head"
 ERROR, EXPLAINED = "value_loss", "explained_variance"
 """Metrics: the mean squared error, without the term's weight; 1 - Var(return - value) / Var(return), over targets."""
 _MOMENTS = tuple(f"{EXPLAINED}.{name}" for name in ("error", "return", "square"))
+
+
+def described(model: ModelConfig, frames: bool) -> list[str]:
+    """A sentence on what the recipe's value head is trained on; none without one.
+
+    Args:
+        model: the recipe's `actor.model`.
+        frames: whether rows are frames of robot data.
+    """
+    if not model.add_value_head:
+        return []
+    discount = model.value_head.discount
+    if not frames:
+        of = "what the adapter makes of its rows"
+    elif discount is None:
+        of = "the returns in the rows"
+    else:
+        of = f"returns: rewards until the end of the episode, discounted by {discount:g}"
+    return [f"a value head is trained on {of}" + ("; detached" if model.value_head.detach else "")]
 
 
 class ValueLoss:

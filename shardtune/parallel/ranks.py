@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -155,14 +156,19 @@ class Ranks:
             dist.barrier()
 
     def reduce_metrics(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Sum (total, weight) pairs over the union of all ranks' names; the same result on every rank."""
+        """Sum (total, weight) pairs over the union of all ranks' names, which are in one order on any ranks."""
         if self.mesh is None:
-            return metrics
-        names = sorted(set().union(*self.gather(sorted(metrics))))
+            return {name: metrics[name] for name in sorted(metrics, key=_by_number)}
+        names = sorted(set().union(*self.gather(list(metrics))), key=_by_number)
         zero = Metric(0.0, 0.0)
         pairs = [metrics.get(name, zero) for name in names]
         flat = self.sum([number for pair in pairs for number in (pair.total, pair.weight)])
         return {name: Metric(flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def _by_number(name: str) -> list[tuple[str, int]]:
+    """A key for sorting in which `action_l1/2` comes before `action_l1/10`."""
+    return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:

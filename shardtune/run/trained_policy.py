@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +113,8 @@ class TrainedPolicy:
                 remedy="train it with model.add_value_head: true; an adapter of your own has them by its method values",
             )
         seen = [ObservationHistory(self._steps).see(checked_observation(one)) for one in observations]
-        found = np.asarray(self._valuation(seen), np.float32)
+        with _known_images(seen[0]):
+            found = np.asarray(self._valuation(seen), np.float32)
         if found.shape != (len(seen),):
             raise ModelError(
                 f"the policy gave values of shape {list(found.shape)} for {len(seen)} observations",
@@ -121,7 +124,8 @@ class TrainedPolicy:
         return found
 
     def _predicted(self, observations: Sequence[Observation]) -> np.ndarray:
-        found = np.asarray(self._predict(observations), np.float32)
+        with _known_images(observations[0]):
+            found = np.asarray(self._predict(observations), np.float32)
         if found.ndim != 3 or len(found) != len(observations):
             raise ModelError(
                 f"the policy gave actions of shape {list(found.shape)} for {len(observations)} observations",
@@ -129,6 +133,24 @@ class TrainedPolicy:
                 remedy=f"return [{len(observations)}, steps of a chunk, dimensions]",
             )
         return found
+
+
+@contextmanager
+def _known_images(observation: Observation) -> Iterator[None]:
+    """An adapter's KeyError for a camera that an observation does not show, as a message with its line of code."""
+    try:
+        yield
+    except KeyError as error:
+        images, key = observation["images"], error.args[0] if error.args else None
+        if not isinstance(key, str) or key in images:
+            raise
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise ModelError(
+            f"the policy reads {key!r} ({Path(line.filename).name}:{line.lineno}), the observation has the cameras "
+            f"{', '.join(images) or 'none'}",
+            where=f"{OBSERVATION}['images']",
+            remedy="name the cameras as the training data do, and show all that the policy reads",
+        ) from error
 
 
 def checked_observation(given: Mapping[str, Any]) -> Observation:

@@ -81,6 +81,8 @@ data: {train_data_paths: {path: a.jsonl, weight: 2}}
         ("runer.seed=1", "did you mean runner?"),
         ("model.foo=1", "unknown key model.foo"),
         ("actor.optim.lr=abc", "actor.optim.lr: 'abc' is not allowed"),
+        ("runner.save_interval=null", "leave it out for its default, -1; allowed: -1, a whole number >= 1"),
+        ("actor.optim.lr=null", "actor.optim.lr: null is not allowed"),
         ("actor.optim.lr.x=1", "actor.optim.lr: {'x': 1} is not allowed"),
         ("actor=3", "actor is a section, not 3"),
         ("~actor.optim.lr", "deletes a key"),

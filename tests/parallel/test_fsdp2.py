@@ -156,14 +156,22 @@ def test_known_faults_would_be_noticed(alone: dict) -> None:
 
 def uneven_metrics() -> dict[str, Metric]:
     ranks = group()
-    mine = {"all": Metric(1.0 + ranks.rank, 2.0), f"only {ranks.rank}": Metric(3.0, 4.0)}
+    mine = {f"only {10 * ranks.rank}": Metric(3.0, 4.0), "all": Metric(1.0 + ranks.rank, 2.0)}
+    mine |= {"only 2": Metric(0.0, 1.0)}
     return ranks.reduce_metrics({} if ranks.rank == 2 else mine)
 
 
 def test_metrics_are_summed_over_the_union_of_names() -> None:
-    wanted = {"all": Metric(3.0, 4.0), "only 0": Metric(3.0, 4.0), "only 1": Metric(3.0, 4.0)}
-    assert run_ranks(uneven_metrics, 3) == [wanted] * 3
-    assert uneven_metrics() == {"all": Metric(1.0, 2.0), "only 0": Metric(3.0, 4.0)}
+    """In one order, too: on one rank they come as on several."""
+    wanted = {
+        "all": Metric(3.0, 4.0),
+        "only 0": Metric(3.0, 4.0),
+        "only 2": Metric(0.0, 2.0),
+        "only 10": Metric(3.0, 4.0),
+    }
+    assert [list(found.items()) for found in run_ranks(uneven_metrics, 3)] == [list(wanted.items())] * 3
+    alone = [("all", Metric(1.0, 2.0)), ("only 0", Metric(3.0, 4.0)), ("only 2", Metric(0.0, 1.0))]
+    assert list(uneven_metrics().items()) == alone
 
 
 def changed_after_a_forward() -> tuple[float, float]:

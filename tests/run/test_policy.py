@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import shardtune
 from shardtune.cli.commands import app
 from shardtune.config import load_recipe
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.action.environment import Observation
 from shardtune.run.policy import policy_run
 from tests.support.robot import frame, save_episodes
@@ -158,7 +158,7 @@ def command(*words: str) -> str:
     return found.stdout
 
 
-def test_the_command(own: shardtune.Run, tmp_path: Path) -> None:
+def test_the_command(own: shardtune.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = own.policy().predict_action_chunk(SEEN)
     Image.fromarray(frame(0.3)).save(tmp_path / "wrist.png")
     words = [str(own.dir), "--image", f"wrist={tmp_path}/wrist.png", "--instruction", "Follow the light"]
@@ -169,9 +169,14 @@ def test_the_command(own: shardtune.Run, tmp_path: Path) -> None:
         (["--state", "0.3;0.1"], "'0.3;0.1' is no list of numbers"),
         (["--image", "a.png", "--image", "b.png"], "not known of which camera"),
         (["--image", f"wrist={tmp_path}/none.png"], "camera wrist: the image .*none.png does not exist"),
+        ([], r"values of shape \[\] do not have the 2 dimensions"),
     ):
-        with pytest.raises(ConfigError, match=what):
+        with pytest.raises(ShardtuneError, match=what):
             command(str(own.dir), *wrong)
+    policy = own.policy()
+    monkeypatch.setattr(policy, "_predict", lambda seen: seen[0]["images"]["top"])
+    with pytest.raises(ModelError, match=r"reads 'top' \(test_policy.py:\d+\), the observation has the cameras wrist"):
+        policy.select_action(SEEN)
 
 
 @pytest.mark.parametrize("kind", ["llava", pytest.param("openvla", marks=pytest.mark.slow)])
@@ -195,6 +200,17 @@ def test_built_in_models_act_alike(folder: Path, tmp_path: Path, kind: str) -> N
         assert policy.cameras == ("wrist",)
         with pytest.raises(ConfigError, match="the observation shows top, the model was trained with wrist"):
             policy.select_action({**SEEN, "images": {"top": frame(0.1)}})
+        Image.fromarray(frame(0.3)).save(tmp_path / "a.png")
+        shown = [f"--image=wrist={tmp_path}/a.png", "--instruction=Follow the light"]
+        for words, what, option in (
+            ([f"--image=top={tmp_path}/a.png"], "the images are of top, the model was trained with wrist", "--image"),
+            ([*shown, shown[0]], "two images of the camera wrist", "--image"),
+            (shown[:1], "the observation has no instruction", "--instruction"),
+            ([f"--image=wrist={tmp_path}/none.png"], "does not exist", "--image, --state, --instruction"),
+        ):
+            with pytest.raises(ConfigError, match=what) as error:
+                command(str(copy), *words)
+            assert error.value.where == option
 
 
 def test_a_low_rank_adapter_acts_without_its_data(folder: Path, tmp_path: Path) -> None:
@@ -237,7 +253,9 @@ def test_no_secret_of_the_environment_is_saved(folder: Path, monkeypatch: pytest
     from shardtune.training.worker.policy_files import POLICY_FILE, policy_files
 
     monkeypatch.setenv("SECRET", "xyz")
-    model = {"adapter": f"{folder}/pushing.py:Pushing", "action_prompt": "{instruction} ${oc.env:SECRET}"}
+    code = (folder / "pushing.py").read_text() + '\n\nclass Asking(Pushing):\n    reads = ("model.action_prompt",)\n'
+    (folder / "asking.py").write_text(code)
+    model = {"adapter": f"{folder}/asking.py:Asking", "action_prompt": "{instruction} ${oc.env:SECRET}"}
     values = recipe(folder, "secret", model)
     made = load_recipe(values)
     saved: Any = policy_files(made, find_adapter(made))[POLICY_FILE]

@@ -56,7 +56,7 @@ def write_lerobot(
         version: `v3.0` joins many episodes in one file, `v2.1` has one file per episode.
         image_form: of images that are given as pixels; `png` is lossless, `jpeg` is smaller. Others are stored as they
             came, byte for byte.
-        action_names: of the dimensions; one that contains "gripper" is left as it is when actions are normalised.
+        action_names: of the dimensions, by which masks of a recipe name them; no name decides what is normalised.
         state_names: likewise of the state.
         file_mb: `v3.0` begins another file after this many megabytes.
 

@@ -102,8 +102,15 @@ class Representation:
         An earlier action is taken from the state of the row's own frame (relative) or of its own (delta).
 
         Raises:
+            ConfigError: the mask does not fit, or no dimension is converted.
             DataError: the row has no state, or one of another number of dimensions than an action.
         """
+        if not self.mask(np.shape(row["actions"])[-1]).any():
+            raise ConfigError(
+                f"{KEY} is {self.kind}, and {MASK_KEY} is false for all dimensions: nothing would be converted",
+                where=MASK_KEY,
+                remedy=f"let it be true for some, or leave both out; {KEY}: absolute converts nothing",
+            )
         actions, state = np.asarray(row["actions"], np.float32), self.checked_state(row["state"], row["actions"])
         found = {**row, "actions": self.convert(actions, state).astype(np.float32)}
         if "earlier" in row:

@@ -20,7 +20,7 @@ from shardtune.data.images.images import ImageKind, StoredImage, read_image, to_
 from shardtune.data.images.placeholders import ImageText
 from shardtune.data.robot.representation import Representation
 from shardtune.data.robot.returns import RETURN, return_of, with_returns
-from shardtune.errors import ConfigError, DataError
+from shardtune.errors import ConfigError, DataError, ModelError
 from shardtune.models.action.action_mask import TOLERANCE, dimension_name
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.openvla import PROMPT
@@ -171,13 +171,30 @@ class ActionEncoder(ImageChatEncoder):
         Args:
             observation: images of the cameras of the training data, instruction, state.
             unnorm_key: the data set whose statistics apply to the state.
+
+        Raises:
+            ConfigError: it shows other cameras, or has no instruction.
+            ModelError: it has no state that can be used, and prompts have one.
         """
         shown, known = tuple(sorted(observation["images"])), self.settings.cameras
         if known is not None and shown != known:
             raise _other_cameras(shown, known)
+        if not observation["instruction"].strip():
+            raise ConfigError(
+                "the observation has no instruction, and that of no training row is empty",
+                where="observation['instruction']",
+                remedy="give the task in words, as the training data do",
+            )
         images = [as_stored(observation["images"][camera]) for camera in shown]
         key = self._key(unnorm_key or self.settings.unnorm_key or "")
-        tokens, _ = self._prompt(observation["instruction"], observation["state"], images, key)
+        try:
+            tokens, _ = self._prompt(observation["instruction"], observation["state"], images, key)
+        except RowError as error:
+            raise ModelError(
+                f"the model cannot act on the observation: {error.reason}",
+                where="observation['state']",
+                remedy="give the state of the training data, all of its numbers",
+            ) from error
         return Prompt(tokens, to_fields(images, len(images)))
 
     def _clipped(self, row: Row, key: str, number: int) -> DataError:
@@ -238,7 +255,7 @@ class ActionEncoder(ImageChatEncoder):
     def _state(self, state: np.ndarray | None, key: str) -> str:
         """The state's values as the numbers of their bins, from 0."""
         if state is None:
-            raise RowError("the row has no state, and actor.model.action_state is text")
+            raise RowError("there is no state, and actor.model.action_state is text")
         statistics = state_statistics(self.settings.norm_stats, key)
         normalised = statistics.normalise(_finite(state, "state"))
         numbers = Bins(self.settings.num_action_bins).encode(normalised) - 1
@@ -275,8 +292,8 @@ def _other_cameras(shown: Sequence[str], known: Sequence[str]) -> ConfigError:
     shows, had = (", ".join(names) or "no camera" for names in (shown, known))
     return ConfigError(
         f"the observation shows {shows}, the model was trained with {had}",
-        where="eval.environment: observation['images']",
-        remedy="name the environment's cameras as the training data do, and show all of them",
+        where="observation['images']",
+        remedy="name its cameras, those of an environment too, as the training data do, and show all of them",
     )
 
 

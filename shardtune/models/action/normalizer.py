@@ -126,6 +126,12 @@ class Scale:
         return self._applied(values, inverse=True)
 
     def _applied(self, values: Any, *, inverse: bool) -> Any:
+        if values is None:
+            raise DataError(
+                "there are no values to normalise: a state, or an action, is None",
+                where="normalisation",
+                remedy="give each row and each observation a state, as the training data have it",
+            )
         given = _as_float(values)
         if self.mode == IDENTITY:
             return given

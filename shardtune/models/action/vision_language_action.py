@@ -228,9 +228,6 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             for kept, names in groups.items()
         }
         found = [f"the actions of {names} are normalised by their quantiles{kept}" for kept, names in listed.items()]
-        if self._values is not None:
-            of = "returns" if self._values.discount is None else f"rewards, discounted by {self._values.discount:g}"
-            found.append(f"a value head is trained on {of}" + (", detached" if self._values.detach else ""))
         return [*found, *([] if self._representation is None else [self._represented()])]
 
     def _represented(self) -> str:

@@ -271,7 +271,14 @@ class Policy(ActingAdapter):
         try:
             return self._seen([frame["images"] for frame in frames], [frame["state"] for frame in frames])
         except ValueError as error:
-            raise ModelError(f"the policy cannot act on the observation: {error}", where="observation") from error
+            cameras = ", ".join(map(camera_of, self.features.cameras))
+            inputs = [f"images of {cameras}"] if cameras else []
+            inputs += [f"a state of {self.features.state} numbers"] if self.features.state else []
+            raise ModelError(
+                f"the policy cannot act on the observation: {error}",
+                where="observation",
+                remedy=f"give {' and '.join(inputs)}, as the training data have them",
+            ) from error
 
     def action_error(self, chunk: torch.Tensor, batch: Batch) -> dict[str, tuple[float, float]]:
         """How far a normalised chunk is off on average, in the units of the data, as a metric."""

@@ -27,6 +27,7 @@ from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, sum_evaluation, summari
 from shardtune.models.action.absolute import absolute_policy
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, LanguageRoot, WholeStepAdapter
+from shardtune.models.adapter_contract import check_value_head
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.distillation import Distillation
 from shardtune.models.recipe_hooks import Hooks
@@ -83,6 +84,7 @@ class AdapterTask(CachedRowsTask):
     def build_model(self) -> tuple[nn.Module, list[str]]:
         """The adapter's root over a model without memory, and notes."""
         model, notes = build_empty(self.adapter.build, self.recipe.runner.seed)
+        check_value_head(self.adapter, model)
         self.adapter.set_execution(model)
         return self._hooks.attach(self.adapter.root(model)), notes
 

@@ -26,6 +26,7 @@ from shardtune.data.cache.ahead import FileStepLoader
 from shardtune.data.cache.by_file import RowsByFile, TrainingRows, mixed_files
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.chat.encoder import ChatEncoder
+from shardtune.data.encoder import frames_of
 from shardtune.data.images.augmentation import KEY as AUGMENTATION
 from shardtune.data.images.augmentation import Augmentation
 from shardtune.data.images.image_changes import image_changes
@@ -42,9 +43,11 @@ from shardtune.evaluate.loss import check_monitors, evaluation_blocks
 from shardtune.evaluate.run_harness import ReadTasks, check_task_names, read_tasks, run_harness
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, LanguageModel, LanguageRoot, WeightSource
+from shardtune.models.adapter_contract import check_value_head
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.pretrained import has_tokenizer, model_directory
 from shardtune.models.tasks.task import TextTask
+from shardtune.models.value_loss import described as trained_on
 from shardtune.optim.build import build_optimizer
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks, num_ranks
@@ -451,6 +454,7 @@ class CachedRowsTask(Task):
         check_read_values(
             model, self.initial_weights(), by_class=self.builds_by_class, from_scratch=config.from_scratch
         )
+        check_value_head(self.adapter, model)
         self.adapter.check_tensor_plan(model, layout)
         changes, rows = self.changes(), self.rows
         if changes is not None and rows is not None:
@@ -476,6 +480,7 @@ class CachedRowsTask(Task):
 
     def describe(self, summary: RunSummary) -> RunSummary:
         evaluation = {name: len(rows) for name, rows in self.prepared.evals.items()}
+        config, frames = self.recipe.actor.model, frames_of(self.prepared.encoder) is not None
         train = self.prepared.train
         gone = 0 if train is None else len(train.left_out)
         notes = [f"{gone:,} row{' is' if gone == 1 else 's are'} left out by data.quarantine"] if gone else []
@@ -491,7 +496,7 @@ class CachedRowsTask(Task):
         return replace(
             summary,
             evaluation={**summary.evaluation, **evaluation},
-            notes=[*summary.notes, *notes, *self.adapter.notes()],
+            notes=[*summary.notes, *notes, *self.adapter.notes(), *trained_on(config, frames)],
         )
 
 

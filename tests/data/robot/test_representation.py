@@ -165,10 +165,17 @@ def test_what_cannot_be_relative_is_one_message(tmp_path: Path, data: Any) -> No
         with pytest.raises(DataError, match=what) as error:
             resolve_sources(spec, data, frames=frames, report=lambda text: None)
         assert error.value.where == "actor.model.action_representation"
-    named = FrameOptions(2, representation=Representation("delta", (("griper", False),)))
     write_lerobot(tmp_path / "home", episodes(1), fps=5, action_names=NAMES)
-    with pytest.raises(ConfigError, match="did you mean gripper"):
-        resolve_sources(str(tmp_path / "home"), data, frames=named, report=lambda text: None)
+    nothing = tuple((name, False) for name in NAMES)
+    for given, what in (
+        ((("griper", False),), "did you mean gripper"),
+        (nothing, "mask is false for all dimensions: nothing would be converted"),
+        ((False, False, False), "mask is false for all dimensions"),
+    ):
+        named = FrameOptions(2, representation=Representation("delta", given))
+        with pytest.raises(ConfigError, match=what) as error:
+            resolve_sources(str(tmp_path / "home"), data, frames=named, report=lambda text: None)
+        assert error.value.where == "actor.model.action_representation_mask"
 
 
 def test_keys_without_effect_are_refused(folder: Path) -> None:

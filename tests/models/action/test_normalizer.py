@@ -112,6 +112,9 @@ def test_missing_and_differing_values_are_refused() -> None:
     normalizer = Normalizer.of({"action": STATISTICS}, {"STATE": "MEAN_STD", "ACTION": "MIN_MAX"})
     with pytest.raises(DataError, match="have no state"):
         _ = normalizer.state
+    missing: Any = None  # the state of an observation without one
+    with pytest.raises(DataError, match="no values to normalise: a state, or an action, is None"):
+        normalizer.actions.normalise(missing)
     with pytest.raises(DataError, match=r"shape \[2\] do not have the 3 dimensions"):
         normalizer.actions.normalise([1.0, 2.0])
 

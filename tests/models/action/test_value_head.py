@@ -327,7 +327,8 @@ def test_keys_without_an_effect(folder: Path) -> None:
         with pytest.raises(ConfigError, match=what):
             load_recipe(recipe(folder, **changes))
 
-    refused("value_head.sizes has no effect with actor.model.add_value_head: false", model__add_value_head=False)
+    several = "value_head.sizes, actor.model.value_head.weight and actor.model.value_head.discount have no effect"
+    refused(f"^actor.model.{several} with actor.model.add_value_head: false", model__add_value_head=False)
     kinds = {"action_chunks_len": 1, "num_action_bins": 256, "action_tokens": "auto"}
     for kind, why in (("causal_lm", "does not act"), ("act", "directories are LeRobot's")):
         changes = {f"model__{name}": value for name, value in {**kinds, "model_type": kind}.items()}
@@ -374,6 +375,18 @@ class Valued(Pushing):
         return lambda seen: np.array([one["state"][0] for one in seen], np.float32)
 
 
+class Headless(Pushing):
+    reads = ("model.add_value_head",)
+
+
+class Counting(Headless):
+    action_chunk = None
+
+
+class Plain(Pushing):
+    normalization_mapping = {}
+
+
 class Silent(Pushing):
     observation_steps = 2
 
@@ -408,6 +421,37 @@ def test_adapters_of_ones_own(folder: Path, tmp_path: Path) -> None:
     assert worker.run_training()["train/loss/value"] > 0
     policy = acting_policy(worker, worker.recipe.eval, None, None)
     assert policy.value({**observation(), "state": [0.25, 0.5]}) == 0.25
+    told = "a value head is trained on returns: rewards until the end of the episode, discounted by 0.9"
+    assert worker.summary().notes[-1] == told
+    values["actor"]["model"]["value_head"] = {}
+    with pytest.raises(DataError, match=r"no return, which model.add_value_head"):
+        SFTWorker(load_recipe(values), report=lambda _: None)
+    values["actor"]["model"] |= {"value_head": {"discount": DISCOUNT}, "adapter": f"{tmp_path}/own.py:Headless"}
+    headless = SFTWorker(load_recipe(values), report=lambda _: None)
+    for refuses in (headless.task.check, headless.model_provider_func):  # before ranks are started, and in each
+        with pytest.raises(
+            ConfigError, match=r"Headless.build makes a Linear without a part named value_head"
+        ) as found:
+            refuses()
+        assert "shardtune.ValueHead" in str(found.value.remedy)
+    values["actor"]["model"]["adapter"] = f"{tmp_path}/own.py:Counting"
+    with pytest.raises(ConfigError, match=r"value_head.discount: the rows of Counting are no frames"):
+        find_adapter(load_recipe(values))
+    values["actor"]["model"] = {"adapter": f"{tmp_path}/own.py:Headless", "precision": "fp32"}
+    columns = {**values, "data": {**values["data"], "columns": {"reward": "r"}}}
+    with pytest.raises(ConfigError, match=r"data.columns.reward has no effect without actor.model.add_value_head"):
+        find_adapter(load_recipe(columns))
+    for name, key, value, why in (
+        ("Headless", "num_action_bins", 8, "num_action_bins: the adapter Headless does not read it"),
+        ("Headless", "action_chunks_len", 7, r"action_chunks_len has no effect: Headless.action_chunk is 2"),
+        ("Plain", "unnorm_key", "light", r"unnorm_key has no effect: Plain has no self.normalizer"),
+        ("Plain", "action_normalization_mask", [True], "action_normalization_mask has no effect"),
+    ):
+        changed = {**values, "actor": {**values["actor"], "model": {**values["actor"]["model"], key: value}}}
+        changed["actor"]["model"]["adapter"] = f"{tmp_path}/own.py:{name}"
+        with pytest.raises(ConfigError, match=why):
+            find_adapter(load_recipe(changed))
+    values["actor"]["model"] |= head
     values["actor"]["model"]["adapter"] = f"{tmp_path}/own.py:Silent"
     with pytest.raises(ConfigError, match=r"add_value_head: the adapter Silent does not read it"):
         find_adapter(load_recipe(values))

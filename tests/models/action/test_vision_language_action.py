@@ -203,7 +203,7 @@ def test_rows_that_cannot_be_used(folder: Path) -> None:
         adapter.encode(row(instruction=" "))
     with pytest.raises(DataError, match=r"\[2, 2\] do not have the 3 dimensions"):  # the statistics are at fault
         adapter.encode(row(actions=np.zeros((2, 2), np.float32)))
-    with pytest.raises(RowError, match="row has no state"):
+    with pytest.raises(RowError, match="there is no state"):
         adapter_of(folder, "llava", model__action_state="text").encode(row(state=None))
 
 
