@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, PreTrainedModel
+from transformers.utils.quantization_config import Mxfp4Config
 
 from shardtune.models.lora.nf4 import BLOCK, LEVELS
 
@@ -140,4 +141,7 @@ def by_transformers(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model as transformers itself dequantises it while loading."""
     method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
     how = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[method](dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=how).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=how).eval()
+    for parameter in model.parameters():  # beside weights in FP8 it leaves others in the dtype on disk
+        parameter.data = parameter.data.to(dtype)
+    return model

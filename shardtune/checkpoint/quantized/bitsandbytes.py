@@ -157,9 +157,7 @@ def _four_bits(found: dict[str, WeightTensor], tensor: WeightTensor, dtype: torc
             where=str(state.file),
             remedy="the file is damaged: download or copy it again",
         ) from problem
-    made = FourBitTensor(
-        name, tensor.file, shape, dtype, tensor, kind, levels, scales, block, nested, rounded
-    )
+    made = FourBitTensor(name, tensor.file, shape, dtype, tensor, kind, levels, scales, block, nested, rounded)
     _check(made)
     return made
 

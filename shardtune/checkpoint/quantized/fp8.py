@@ -113,7 +113,11 @@ def _block(
     if all(size == 1 for size in scale.shape):
         return rows, columns
     stated = settings.get("weight_block_size", (128, 128)) or (rows, columns)
-    if not isinstance(stated, list | tuple) or len(stated) != 2 or not all(isinstance(n, int) and n > 0 for n in stated):
+    if (
+        not isinstance(stated, list | tuple)
+        or len(stated) != 2
+        or not all(isinstance(n, int) and n > 0 for n in stated)
+    ):
         raise unfit(tensor, scale, f": weight_block_size is {stated!r}, not two positive numbers")
     grid = tuple(scale.shape[-2:])
     if len(scale.shape) != len(shape) or list(scale.shape[:-2]) != outer or 0 in grid:

@@ -49,7 +49,9 @@ def mxfp4_weights(stored: Mapping[str, WeightTensor], dtype: torch.dtype) -> dic
         scales = companion(found, blocks, weight + _SCALES)
         shape = blocks.shape
         if len(shape) != 4 or shape[3] != GROUP // 2 or scales.shape != shape[:3] or scales.dtype != torch.uint8:
-            raise unfit(blocks, scales, f" ([experts, rows, groups, {GROUP // 2}] in bytes, an exponent for each group)")
+            raise unfit(
+                blocks, scales, f" ([experts, rows, groups, {GROUP // 2}] in bytes, an exponent for each group)"
+            )
         del found[name]
         values = (shape[0], shape[2] * GROUP, shape[1])
         found[weight] = Mxfp4Tensor(weight, blocks.file, values, dtype, blocks, scales)
