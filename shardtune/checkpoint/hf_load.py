@@ -168,7 +168,8 @@ def _nf4_notes(assignments: Sequence[Assignment], targets: Mapping[str, BaseTens
 def lacking_weights(model: PreTrainedModel, model_path: str | Path, may_lack: MayLack) -> Collection[str]:
     """The names of the tensors that a directory lacks and may lack; reads headers only."""
     targets = _targets(model)
-    return may_lack(_missing(model, targets, assign(model, find_weights(model_path), targets)[0]))
+    stored = dequantized_weights(model_path, model.config)[0]
+    return may_lack(_missing(model, targets, assign(model, stored, targets)[0]))
 
 
 def _targets(model: PreTrainedModel) -> dict[str, BaseTensor]:

@@ -188,7 +188,7 @@ def test_other_forms_of_fp8(tmp_path: Path) -> None:
             "mx.weight": codes.clone(),
             "mx.weight_scale_inv": exponents,
             "four.weight": packed,
-            "four.scale": exponents.view(torch.float8_e8m0fnu),
+            "four.scale": exponents.clone().view(torch.float8_e8m0fnu),
         },
         tmp_path / "model.safetensors",
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support import quantized
 from tests.support.dist.ranks import run_ranks
@@ -19,7 +20,9 @@ def checkpoints(folder: Path) -> tuple[Path, Path]:
     """A checkpoint in FP8, and what transformers makes of it, as a plain one."""
     coded = save_model("dense", folder / "coded", torch.bfloat16)
     quantized.recode(coded, quantized.fp8, quantized.FP8_SETTINGS)
-    plain = quantized.by_transformers(coded, torch.float64)
+    values = quantized.by_transformers(coded, torch.float64)
+    plain = AutoModelForCausalLM.from_config(values.config, dtype=torch.float64)
+    plain.load_state_dict(values.state_dict())  # `values` itself would be saved in FP8 again
     plain.save_pretrained(folder / "plain")
     make_tokenizer().save_pretrained(folder / "plain")
     return coded, folder / "plain"
