@@ -24,6 +24,7 @@ from shardtune.checkpoint.export_check_process import (
     num_embeddings,
 )
 from shardtune.checkpoint.peft_directory import WEIGHTS, adapter_tensors, merging
+from shardtune.checkpoint.quantized.scheme import quantization_of
 from shardtune.checkpoint.safetensors_file import read_header
 from shardtune.errors import CheckpointError
 from shardtune.launch.module_process import module_command, module_environment
@@ -31,6 +32,7 @@ from shardtune.models.lora.attach import is_adapted
 from shardtune.models.lora.config import CONFIG_FILE
 from shardtune.models.lora.init import changes_base
 from shardtune.models.lora.nf4 import NF4Linear
+from shardtune.models.pretrained import settings_directory
 from shardtune.parallel.meta_init import named_tensors
 
 TOLERANCE = 1e-6
@@ -79,7 +81,10 @@ def way_of(model: nn.Module, directory: Path) -> str:
     is_causal = _class_name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     in_four_bits = any(isinstance(module, NF4Linear) for module in model.modules())
     if (directory / CONFIG_FILE).is_file():
-        has_base = bool(json.loads((directory / CONFIG_FILE).read_text()).get("base_model_name_or_path"))
+        base = json.loads((directory / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+        # Transformers computes with quantised weights as they are where it has the kernels for them.
+        folder = settings_directory(base or None)
+        has_base = bool(base) and (folder is None or quantization_of(folder) is None)
         return ADAPTED_LOGITS if is_own and is_causal and has_base and not in_four_bits else FILES
     if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None:
         # A class of the user's is unknown to the fresh process, unless its files are those of an architecture it knows.

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,12 +15,15 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from shardtune.checkpoint.hf_conversion import Assignment, assign, write_converted
 from shardtune.checkpoint.hf_save import save_pretrained
+from shardtune.checkpoint.quantized.bitsandbytes import FourBitTensor
+from shardtune.checkpoint.quantized.read import check_is_plain, dequantized_weights, described
 from shardtune.checkpoint.random_init import initialise_weights
-from shardtune.checkpoint.weight_files import WeightTensor, find_weights, has_weights
+from shardtune.checkpoint.weight_files import WeightTensor, has_weights
 from shardtune.errors import ModelError
 from shardtune.models.lora.attach import BaseTensor, base_tensors
-from shardtune.models.lora.nf4 import encode
+from shardtune.models.lora.nf4 import BLOCK, encode
 from shardtune.models.new_tokens import growing
+from shardtune.models.pretrained import forget_quantization
 from shardtune.parallel.meta_init import (
     init_empty_weights,
     materialise,
@@ -49,11 +53,13 @@ class LoadReport:
         loaded: how many tensors of the model were filled.
         unexpected: names on disk that the model has no place for (they were not read).
         missing: names in the model that are not on disk, and have no values yet.
+        notes: for the user, on what was dequantised.
     """
 
     loaded: int
     unexpected: tuple[str, ...]
     missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 MayLack = Callable[[Sequence[str]], Collection[str]]
@@ -75,6 +81,7 @@ def load_weights(
     """Fills a model made inside `init_empty_weights()` from a directory; sharded before or not at all.
 
     Memory: a rank's own shards, a read buffer, and for fused experts the part of one fused tensor that it holds.
+    Quantised weights are dequantised in that buffer, and the model's config no longer calls them quantised.
 
     Args:
         model: parameters on meta (plain, or DTensors after `fully_shard`) or real (overwritten), buffers real.
@@ -86,15 +93,17 @@ def load_weights(
         may_lack: which names may have no weights on disk; they are left to the caller. None: none may.
 
     Raises:
-        ModelError: weights missing, torn, of another shape, or quantised; tied weights that differ.
+        ModelError: weights missing, torn, of another shape, or quantised as cannot be read; tied weights that differ.
     """
-    assignments, unexpected = check_weights(model, model_path, grow=grow, may_lack=may_lack)
+    widest = dtype if frozen is None else torch.promote_types(dtype, frozen)
+    assignments, unexpected, notes = _matched(model, model_path, grow=grow, may_lack=may_lack, dtype=widest)
     materialise(root if root is not None else model, dtype=dtype, device=torch.device(device), frozen=frozen)
     targets = _targets(model)
     missing = _missing(model, targets, assignments)
     loaded = _fill_all(model, assignments, targets)
     _check_tied(model, targets)
     _load_generation_config(model, Path(model_path))
+    forget_quantization(model.config)
     if unexpected:
         logger.warning(
             "%s holds %d tensors that %s has no place for, left out: %s",
@@ -103,7 +112,7 @@ def load_weights(
             type(model).__name__.removeprefix("FSDP"),
             _few(unexpected),
         )
-    return LoadReport(loaded, tuple(unexpected), tuple(missing))
+    return LoadReport(loaded, tuple(unexpected), tuple(missing), (*notes, *_nf4_notes(assignments, targets)))
 
 
 def overwrite_weights(model: PreTrainedModel, model_path: str | Path) -> None:
@@ -124,28 +133,42 @@ def check_weights(
     """The assignment of a directory's tensors to the model's, and the names not in the model; reads headers only.
 
     Raises:
-        ModelError: weights missing, torn, of another shape, or quantised.
+        ModelError: weights missing, torn, of another shape, or quantised as cannot be read.
     """
-    if model.config.to_dict().get("quantization_config"):
-        raise ModelError(
-            f"the weights at '{model_path}' are quantised",
-            where=f"{Path(model_path) / 'config.json'}: quantization_config",
-            remedy="fine-tune the unquantised model",
-        )
-    stored = find_weights(model_path)
+    assignments, unexpected, _ = _matched(model, model_path, grow=grow, may_lack=may_lack)
+    return assignments, unexpected
+
+
+def _matched(
+    model: PreTrainedModel,
+    model_path: str | Path,
+    *,
+    grow: bool,
+    may_lack: MayLack | None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[Assignment], list[str], list[str]]:
+    """As `check_weights`, and notes on what is quantised; `dtype`: of dequantised parts of fused experts."""
+    stored, quantization = dequantized_weights(model_path, model.config, dtype)
     targets = _targets(model)
     assignments, unexpected = assign(model, stored, targets)
     unexpected = _reportable(model, unexpected)
     _check_complete(model, targets, assignments, Path(model_path), may_lack)
     growable = {id(parameter) for parameter in growing(model)} if grow else set()
     _check_shapes(assignments, targets, growable)
-    return assignments, unexpected
+    return assignments, unexpected, described(stored, quantization, model_path)
+
+
+def _nf4_notes(assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor]) -> list[str]:
+    """A note on layers in NF4 whose weights are quantised on disk: whether their codes stay as they are."""
+    layers = [made for made in assignments if made.converter is None and targets[made.target].layer is not None]
+    kept = [made for made in layers if isinstance(made.single, FourBitTensor) and made.single.is_nf4_of(BLOCK)]
+    return [f"{len(kept)} of {len(layers)} layers in NF4 keep the codes and scales of the checkpoint"] if kept else []
 
 
 def lacking_weights(model: PreTrainedModel, model_path: str | Path, may_lack: MayLack) -> Collection[str]:
     """The names of the tensors that a directory lacks and may lack, all where it has no weights; reads headers only."""
     targets, path = _targets(model), Path(model_path)
-    stored = find_weights(path) if path.is_file() or has_weights(path) else {}
+    stored = dequantized_weights(path, model.config)[0] if path.is_file() or has_weights(path) else {}
     return may_lack(_missing(model, targets, assign(model, stored, targets)[0]))
 
 
@@ -220,6 +243,9 @@ def _check_shapes(
 ) -> None:
     """Refuse tensors that do not have the shape of their target, before any memory is allocated."""
     for assignment in assignments:
+        if _is_weight(targets[assignment.target]):
+            for source in chain.from_iterable(assignment.sources.values()):
+                check_is_plain(source, assignment.target)
         if assignment.converter is not None:
             continue
         source, target = assignment.single, targets[assignment.target]
@@ -230,6 +256,11 @@ def _check_shapes(
                 where=str(source.file),
                 remedy="the weights belong to another model than config.json; check actor.model.config_overrides",
             )
+
+
+def _is_weight(target: BaseTensor) -> bool:
+    """Whether a tensor of the model is of floating point; a layer in NF4 stands for one that is."""
+    return target.layer is not None or target.tensor.is_floating_point()
 
 
 def _fill_all(model: PreTrainedModel, assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor]) -> int:
@@ -263,6 +294,7 @@ def _read(source: WeightTensor, target: BaseTensor, into: torch.Tensor) -> None:
         source.read_into(into, offsets)
     elif into.numel():
         rows = torch.empty(into.shape[0], target.shape[1], device=into.device)
+        source = source.unrounded if isinstance(source, FourBitTensor) else source
         source.read_into(rows, (offsets[0], 0))
         into.copy_(encode(rows))
 

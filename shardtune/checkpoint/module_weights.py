@@ -148,6 +148,12 @@ def _check_form(target: BaseTensor, shape: tuple[int, ...], dtype: torch.dtype, 
             where=where,
             remedy="build the model with the sizes that the weights have, or give weights of its own",
         )
+    if dtype.is_floating_point and dtype.itemsize == 1 and dtype != target.tensor.dtype:
+        raise ModelError(
+            f"'{target.name}' is given as {str(dtype).removeprefix('torch.')}, codes that are nothing without scales",
+            where=where,
+            remedy="convert the weights to bf16 with the tool that quantised them",
+        )
     if dtype.is_floating_point != is_floating or dtype.is_complex != target.tensor.is_complex():
         here = "floating-point" if is_floating else str(target.tensor.dtype).removeprefix("torch.")
         raise ModelError(

@@ -73,13 +73,16 @@ class PickledTensor:
 def stored_dtype(directory: Path) -> torch.dtype | None:
     """The dtype in which transformers loads a model's directory with `dtype="auto"`.
 
-    It is that of its config.json, otherwise that of the first floating tensor; None for a directory without either.
+    It is that of its config.json, otherwise that of the first floating tensor (bf16 where the weights are quantised);
+    None for a directory without either.
     """
     file = directory / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     named = config.get("dtype") or config.get("torch_dtype")
     if isinstance(named, str) and named.removeprefix("torch.") in FLOATS:
         return FLOATS[named.removeprefix("torch.")]
+    if config.get("quantization_config"):
+        return torch.bfloat16
     try:
         stored = find_weights(directory)
     except ModelError:

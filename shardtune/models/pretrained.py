@@ -58,8 +58,20 @@ def load_config(
             where=MODEL_PATH,
             remedy=TRUST if "trust_remote_code" in str(error) else GIVE_A_MODEL,
         ) from error
+    forget_quantization(loaded)
     _override(loaded, {**config.config_overrides, **(overrides or {})})
     return loaded
+
+
+def forget_quantization(config: PreTrainedConfig) -> None:
+    """Leaves out of a config how its directory's weights are quantised: those in memory, and those saved, are not.
+
+    What reads weights finds it in the directory.
+    """
+    vars(config).pop("quantization_config", None)
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name), PreTrainedConfig):
+            forget_quantization(part)
 
 
 def _override(config: PreTrainedConfig, overrides: Mapping[str, object]) -> None:

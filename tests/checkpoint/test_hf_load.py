@@ -221,14 +221,6 @@ def test_a_missing_file_of_an_index_is_named(tmp_path: Path) -> None:
         loaded("llama", tmp_path)
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
-    tiny.saved("llama", tmp_path)
-    configuration = tiny.config("llama")
-    configuration.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ModelError, match="quantised"):
-        load_weights(tiny.empty(configuration), tmp_path, dtype=torch.float32)
-
-
 def test_only_the_bytes_of_the_own_experts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading is counted: one process reads every byte once and no more."""
     tiny.saved("mixtral", tmp_path)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardtune.checkpoint.quantized.scheme import quantization_of
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.model_names import BUILT_IN, POLICIES, TASKS
 from shardtune.config.rank_layout import Layout
@@ -21,7 +22,7 @@ from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.models.adapter import Adapter
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.find_adapter import causal_lm, find_adapter
-from shardtune.models.pretrained import has_tokenizer
+from shardtune.models.pretrained import has_tokenizer, settings_directory
 from shardtune.parallel.cost.memory import memory as by_formula
 from shardtune.parallel.cost.shape import ModelShape, Setting
 from shardtune.parallel.cost.shape import Work as FormulaWork
@@ -196,6 +197,7 @@ class Planner:
         adapter.check_layout(layout)
         work = self.rows(recipe, adapter, layout)
         found, notes = measured(recipe, adapter, layout, work, hardware.on_cuda)
+        notes = [*notes, *_of_quantized(recipe)]
         peak = sum(found.memory.values()) if found.memory else 0.0
         reserve = INTERPRETER
         if hardware.on_cuda:
@@ -346,6 +348,21 @@ def measured(recipe: Recipe, adapter: Adapter, layout: Layout, work: Work, on_cu
         why = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
         return _estimated(recipe, adapter, layout, work, why)
     return Memory(found.parameters, found.memory, found.host), []
+
+
+def _of_quantized(recipe: Recipe) -> list[str]:
+    """A note on a base whose weights are quantised on disk.
+
+    Raises:
+        ModelError: they cannot be read.
+    """
+    config = recipe.actor.model
+    directory = None if config.from_scratch else settings_directory(config.model_path)
+    quantization = None if directory is None else quantization_of(directory)
+    if quantization is None:
+        return []
+    kept = "in NF4" if config.is_lora and config.lora.base_dtype == "nf4" else "whole"
+    return [f"the weights are quantised ({quantization.format}), and dequantised while they are read: held {kept}"]
 
 
 def _estimated(recipe: Recipe, adapter: Adapter, layout: Layout, work: Work, why: str) -> tuple[Memory, list[str]]:

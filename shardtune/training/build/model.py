@@ -249,8 +249,9 @@ def load_initial_weights(
         directory = directory_of(source)
         check_same_files([directory], ranks)
         lacking = partial(may_lack, directory) if may_lack is not None else None
-        missing = load_weights(model, directory, root=root, grow=grow, may_lack=lacking, **form).missing
-        if missing:
+        report = load_weights(model, directory, root=root, grow=grow, may_lack=lacking, **form)
+        notes += report.notes
+        if missing := report.missing:
             initialise_some(model, missing, seed, build_empty(build, seed)[0] if is_adapted(model) else None)
             notes.append(f"{', '.join(missing)} are not in {directory} and begin as the model's class initialises them")
     else:
@@ -259,7 +260,7 @@ def load_initial_weights(
         for name, path in found.whole.items():
             part = model.get_submodule(name)
             assert isinstance(part, PreTrainedModel)
-            load_weights(part, path, root=root, **form)
+            notes += load_weights(part, path, root=root, **form).notes
         load_plain(model, found.supplies, **found.name_check())
         notes += found.notes
     return notes

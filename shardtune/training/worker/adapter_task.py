@@ -109,7 +109,9 @@ class AdapterTask(CachedRowsTask):
         loss, found = self._hooks.token_loss, self._hooks.teacher
         if not isinstance(loss, Distillation) or found is None:
             return []
-        notes = unknown_tokens(self.adapter.tokenizer, found.tokenizer)
+        teacher = self.recipe.actor.teacher
+        notes = [f"loss: {teacher.divergence} to the teacher {teacher.model_path}; eval/loss is cross-entropy"]
+        notes += unknown_tokens(self.adapter.tokenizer, found.tokenizer)
         if self.recipe.actor.teacher.top_k is None:
             loss.teacher = self._teacher(model, ranks, notes)
             return notes

@@ -33,6 +33,9 @@ def build(job):
         model = auto.from_config(config, dtype=dtype, **settings)
     else:
         model = auto.from_pretrained(job["model"], config=config, dtype=dtype, **settings)
+        if job["quantized"]:  # transformers leaves what was not quantised in the dtype on disk
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
     if job["precision"] == "fp64" and model.config._experts_implementation is not None:
         model.set_experts_implementation("eager")  # no grouped kernel takes fp64
     if job["lora"]:

@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardtune.batch import TOKENS, Batch, PackedBatch, Sample
-from shardtune.config import Recipe
+from shardtune.checkpoint.quantized.scheme import BITSANDBYTES, quantization_of
+from shardtune.config import ModelConfig, Recipe
 from shardtune.config.parameter_patterns import as_pattern
 from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.protocol import DataState, MicroBatch
@@ -307,7 +308,7 @@ class PlainSide:
         adapter, model = self.adapter, self.worker.inner_model
         assert isinstance(adapter, CausalLM)
         actor = self.recipe.actor
-        load_config(actor.model).save_pretrained(folder / "config")  # the run's own may have grown by new tokens
+        quantized = _save_config(actor.model, folder / "config")
         router = RouterLoss.of(adapter.config)
         lora = _peft_arguments(model, self.recipe) if actor.model.is_lora else {}
         drawn = _drawn(model, self.recipe)
@@ -322,6 +323,7 @@ class PlainSide:
             "auto": adapter.auto_class,
             "model": str(model_directory(actor.model.model_path)),
             "config": str(folder / "config"),
+            "quantized": quantized,
             "trust_remote_code": actor.model.trust_remote_code,
             "from_scratch": actor.model.from_scratch,
             "vocabulary": _rows_of_embedding(model) if actor.added_tokens else 0,
@@ -399,6 +401,26 @@ def _peft_arguments(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
         "use_dora": lora.use_dora,
         "target_modules": "|".join(re.escape(name) for name, _ in lora_layers(model)),
     }
+
+
+def _save_config(config: ModelConfig, folder: Path) -> bool:
+    """Write a model's config, with which transformers dequantises its weights; whether they are quantised.
+
+    Raises:
+        Skipped: transformers does not dequantise them while loading.
+    """
+    assert config.model_path is not None
+    found = load_config(config)  # the run's own may have grown by new tokens
+    quantization = None if config.from_scratch else quantization_of(model_directory(config.model_path))
+    if quantization is not None and quantization.format == BITSANDBYTES:
+        raise Skipped(
+            "transformers alone keeps weights of bitsandbytes quantised: give plain weights in model.model_path to "
+            "compare with it"
+        )
+    if quantization is not None:
+        found.quantization_config = {**quantization.settings, "dequantize": True}
+    found.save_pretrained(folder)
+    return quantization is not None
 
 
 def _drawn(model: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:

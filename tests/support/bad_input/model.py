@@ -5,6 +5,9 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from tests.support.bad_input.case import Case, change_json, cut, remove, with_keys, write
 from tests.support.workspace import make_tokenizer
 
@@ -25,6 +28,14 @@ def bad_header(work: Path) -> None:
 def absurd_header(work: Path) -> None:
     file = work / "model" / "model.safetensors"
     file.write_bytes(struct.pack("<Q", 1 << 62) + file.read_bytes()[8:])
+
+
+def fp8_without_scales(work: Path) -> None:
+    file = work / "model" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, file)
+    change_json("model/config.json", quantization_config={"quant_method": "fp8"})(work)
 
 
 MODEL: list[Case] = [
@@ -90,8 +101,13 @@ MODEL: list[Case] = [
     ),
     with_keys(
         "quantised weights",
-        says="quantised | quantization_config | unquantised",
+        says="quantised by gptq | quantization_config | unquantised | GPTQModel",
         prepare=change_json("model/config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+    ),
+    with_keys(
+        "quantised weights without a scale",
+        says="q_proj.weight' is stored as float8_e4m3fn | q_proj.weight_scale_inv | model.safetensors | download",
+        prepare=fp8_without_scales,
     ),
     with_keys(
         "an architecture nobody knows",
