@@ -18,7 +18,7 @@ from shardtune.checkpoint.hf_save import save_pretrained
 from shardtune.checkpoint.quantized.bitsandbytes import FourBitTensor
 from shardtune.checkpoint.quantized.read import check_is_plain, dequantized_weights, described
 from shardtune.checkpoint.random_init import initialise_weights
-from shardtune.checkpoint.weight_files import WeightTensor
+from shardtune.checkpoint.weight_files import WeightTensor, has_weights
 from shardtune.errors import ModelError
 from shardtune.models.lora.attach import BaseTensor, base_tensors
 from shardtune.models.lora.nf4 import BLOCK, encode
@@ -166,9 +166,9 @@ def _nf4_notes(assignments: Sequence[Assignment], targets: Mapping[str, BaseTens
 
 
 def lacking_weights(model: PreTrainedModel, model_path: str | Path, may_lack: MayLack) -> Collection[str]:
-    """The names of the tensors that a directory lacks and may lack; reads headers only."""
-    targets = _targets(model)
-    stored = dequantized_weights(model_path, model.config)[0]
+    """The names of the tensors that a directory lacks and may lack, all where it has no weights; reads headers only."""
+    targets, path = _targets(model), Path(model_path)
+    stored = dequantized_weights(path, model.config)[0] if path.is_file() or has_weights(path) else {}
     return may_lack(_missing(model, targets, assign(model, stored, targets)[0]))
 
 

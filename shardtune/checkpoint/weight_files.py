@@ -90,6 +90,12 @@ def stored_dtype(directory: Path) -> torch.dtype | None:
     return next((tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point), None)
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether a directory holds files of weights."""
+    named = (directory / each for name in (_SAFETENSORS, _PICKLED) for each in (name, f"{name}.index.json"))
+    return any(file.is_file() for file in named) or any(directory.glob("*.safetensors"))
+
+
 def find_weights(model_path: str | Path) -> dict[str, WeightTensor]:
     """The tensors of a model directory (or of one weight file) by their name on disk.
 

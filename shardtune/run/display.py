@@ -293,6 +293,7 @@ class Display:
         samples: Sequence[Mapping[str, object]],
         *,
         answers: bool,
+        predictions: bool = False,
     ) -> None:
         """Print the results of the run and the commands that use it.
 
@@ -302,6 +303,7 @@ class Display:
             after: those of `final/`.
             samples: answers to show.
             answers: whether the model can generate.
+            predictions: whether it predicts for rows.
         """
         run = shown_path(run_dir)
         if after:
@@ -320,6 +322,9 @@ class Display:
             lines = [line for sample in samples for line in self._answer(sample)]
             self.console.print(Group(plain("\nanswers:", style="bold"), *lines), soft_wrap=not self._live)
         commands = self._next_in_python(run, answers) if self.console.is_jupyter else self._next(run_dir, answers)
+        if predictions and not self.console.is_jupyter:
+            rows = f"shardtune predict {shlex.quote(run)} --file rows.jsonl"
+            commands.insert(0, (rows, "predictions for rows"))
         commands = [one for one in commands if after or one[1] != AGAIN]  # there is nothing to evaluate on
         width = max(len(command) for command, _ in commands)
         fits = width + max(len(purpose) for _, purpose in commands) + 6 <= self.console.width

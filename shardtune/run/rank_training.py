@@ -131,7 +131,8 @@ class RankTraining:
             self._compared.close()
         if self._display is not None:
             report_at_end(self._plan.run_dir, self._display.report)
-            _show_end(self._display, self._plan.run_dir, score, answers=self._worker.task.can_generate)
+            task = self._worker.task
+            _show_end(self._display, self._plan.run_dir, score, answers=task.can_generate, predictions=task.can_predict)
 
     def _runner(self, stop: StopSignal, recording: Recording | None) -> SFTRunner:
         recipe, plan, worker, display = self._recipe, self._plan, self._worker, self._display
@@ -266,11 +267,11 @@ def _show_start(display: Display, plan: RunPlan, worker: FSDPSftWorker) -> None:
     display.first_screen(worker.summary(), first, worker.tokenizer, plan.run_dir)
 
 
-def _show_end(display: Display, run_dir: Path, score: FinalScore, *, answers: bool) -> None:
+def _show_end(display: Display, run_dir: Path, score: FinalScore, *, answers: bool, predictions: bool) -> None:
     first = first_metrics(run_dir)
     before = {key: value for key, value in first.items() if key.startswith("eval/")} if first.get("step") == 0 else {}
     # A wrong answer is more informative than another right one: the first of them is among those shown.
     right_first = sorted(score.samples[:SHOWN_SAMPLES], key=lambda sample: sample["correct"] is not True)
     wrong = [sample for sample in score.samples[SHOWN_SAMPLES:] if sample["correct"] is not True]
     shown = [*right_first[: SHOWN_SAMPLES - 1], *wrong[:1]] if wrong else right_first
-    display.summary(run_dir, before, score.metrics, shown, answers=answers)
+    display.summary(run_dir, before, score.metrics, shown, answers=answers, predictions=predictions)

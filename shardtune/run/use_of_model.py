@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardtune.checkpoint.atomic import read_json
+from shardtune.models.tasks.task import TASK_FILE
+
 TEXT = """\
 {imports}
 
@@ -91,7 +94,7 @@ def usage(directory: Path, model_type: str, repo: str, base: str | None, *, adap
     imports, load = f"from transformers import {kind}, {beside}", f'model = {kind}.from_pretrained("{repo}")'
     if adapter:
         imports = f"from peft import PeftModel\n{imports}"
-        base_load = f'base = {kind}.from_pretrained("{base or "path/to/the/base/model"}")'
+        base_load = f'base = {kind}.from_pretrained("{base or "path/to/the/base/model"}"{_outputs(directory, kind)})'
         load = f'{base_load}\nmodel = PeftModel.from_pretrained(base, "{repo}")'
     if model_type in USES:
         use = "" if model_type in BY_SENTENCE_TRANSFORMERS else USES[model_type]
@@ -100,6 +103,14 @@ def usage(directory: Path, model_type: str, repo: str, base: str | None, *, adap
         return _block(IMAGES.format(repo=repo, imports=imports, load=load))
     ask = CHAT if (directory / "chat_template.jinja").exists() else PLAIN
     return _block(TEXT.format(repo=repo, imports=imports, load=load, ask=ask))
+
+
+def _outputs(directory: Path, kind: str) -> str:
+    """The argument by which a base model gets the head of an adapter: its outputs, which the adapter does not name."""
+    if not kind.endswith("Classification") or not (directory / TASK_FILE).is_file():
+        return ""
+    labels = read_json(directory / TASK_FILE)["options"].get("labels")
+    return f", id2label={dict(enumerate(labels))}" if labels else ", num_labels=1"
 
 
 def _block(code: str) -> str:

@@ -98,11 +98,6 @@ class Classifier(TextTask):
         """The names of its outputs in the config."""
         return [str(name) for _, name in sorted((self.loaded_config.id2label or {}).items())]
 
-    @property
-    def auto_suffix(self) -> str:
-        """How the names of the classes of such models end."""
-        return self.auto.__name__.removeprefix("AutoModel")
-
     def configure(self, config: PreTrainedConfig) -> None:
         config.id2label = dict(enumerate(self.labels))
         config.label2id = {label: number for number, label in enumerate(self.labels)}

@@ -31,6 +31,7 @@ class Regression(TextTask):
     row_form = "{text, label} with a number, or a pair such as {sentence1, sentence2, score}"
 
     def configure(self, config: PreTrainedConfig) -> None:
+        self.refuse_smoothing()
         config.num_labels = 1
         config.problem_type = "regression"
 

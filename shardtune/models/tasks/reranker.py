@@ -34,7 +34,7 @@ from shardtune.models.tasks.columns import (
     value_of,
 )
 from shardtune.models.tasks.encoder import PADDED
-from shardtune.models.tasks.metrics import ranking
+from shardtune.models.tasks.metrics import correlations, installed, ranking
 from shardtune.models.tasks.retrieval import text_number
 from shardtune.models.tasks.task import Outputs, Record, TextTask
 
@@ -60,6 +60,7 @@ class Reranker(TextTask):
 
     Options = RerankerOptions
     auto = AutoModelForSequenceClassification
+    libraries = ("scipy",)
     padding: ClassVar[Mapping[str, float]] = {"input_ids": PADDED, "token_type_ids": 0, "labels": -1.0}
     row_form = "{query, document, label}, or {query, positive, negatives: [texts]}"
 
@@ -137,10 +138,12 @@ class Reranker(TextTask):
 
     @property
     def set_metric_names(self) -> Sequence[str]:
-        return ("accuracy", "mrr", *(f"recall_at_{k}" for k in AT))
+        scores = ("spearman",) if installed(*self.libraries) else ()
+        return ("accuracy", "mrr", *(f"recall_at_{k}" for k in AT), *scores)
 
     def set_metrics(self, records: Sequence[Record]) -> dict[str, float]:
-        """Documents of one query belong together, in whatever rows they are; a query without a right one counts not."""
+        """Documents of one query belong together, in whatever rows they are; a query without a right one, or with one
+        document, has no part in `mrr` and recall, which are NaN where all are like that."""
         found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for one in records:
             found[one["query"]] += zip(one["scores"], one["labels"], strict=True)
@@ -151,8 +154,12 @@ class Reranker(TextTask):
             if right and len(documents) > 1:
                 ranks.append(1 + sum(score > max(right) for score, _ in documents))
         accuracy = sum((score > 0) == (label > 0.5) for score, label in pairs) / len(pairs)
-        places = ranking(ranks, AT) if ranks else dict.fromkeys(self.set_metric_names[1:], float("nan"))
-        return {"accuracy": accuracy, **places}
+        places = ranking(ranks, AT) if ranks else dict.fromkeys(("mrr", *(f"recall_at_{k}" for k in AT)), float("nan"))
+        metrics = {"accuracy": accuracy, **places}
+        if installed(*self.libraries):
+            scores, labels = np.array(pairs).T
+            metrics["spearman"] = correlations(labels, scores)["spearman"]
+        return metrics
 
     def prediction(self, record: Record) -> dict[str, Any]:
         scores = record["scores"]

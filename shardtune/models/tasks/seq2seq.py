@@ -106,12 +106,13 @@ class Seq2Seq(TextTask):
         return {**self.outputs(model, batch), **written}
 
     def predicted_outputs(self, model: Any, batch: Batch) -> Outputs:
-        """`written` [rows, tokens]; ranks keep step."""
-        evaluation = self.recipe.eval
+        """`written` [rows, tokens], at most as many as the model has positions for; ranks keep step."""
+        evaluation, positions = self.recipe.eval, self.max_positions
+        most = evaluation.max_new_tokens if positions is None else min(evaluation.max_new_tokens, positions - 1)
         sampling = {"do_sample": True, "temperature": evaluation.temperature} if evaluation.temperature else {}
         written = model.generate(
             **self._source(batch),
-            max_new_tokens=evaluation.max_new_tokens,
+            max_new_tokens=most,
             num_beams=self.options.num_beams,
             synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
             **{"do_sample": False, **sampling},

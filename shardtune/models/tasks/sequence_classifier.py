@@ -46,6 +46,8 @@ class SequenceClassifier(Classifier):
     def configure(self, config: PreTrainedConfig) -> None:
         super().configure(config)
         several = self.options.multi_label
+        if several:
+            self.refuse_smoothing()
         config.problem_type = "multi_label_classification" if several else "single_label_classification"
 
     def row_labels(self, row: Row) -> Iterable[object]:

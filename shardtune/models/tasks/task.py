@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row
-from shardtune.errors import ModelError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
 from shardtune.models.adapter import Evaluation as Evaluated
 from shardtune.models.mixed_precision import compute_in
@@ -67,7 +67,40 @@ class TextTask(Adapter):
             config.pad_token_id = pad if pad is not None else self.tokenizer.eos_token_id
         check_vocabulary(self.tokenizer, config, self.recipe.actor.added_tokens)
         self.configure(config)
+        self._check_head(config.num_labels)
         return config
+
+    def _check_head(self, outputs: int | None) -> None:
+        """Refuse a trained head with another number of outputs."""
+        loaded, model = self.loaded_config, self.recipe.actor.model
+        trained = any(name.endswith(self.auto_suffix) for name in loaded.architectures or []) and not model.from_scratch
+        if trained and loaded.num_labels != outputs:
+            raise ConfigError(
+                f"{model.model_path} has a head of {loaded.num_labels} outputs, this {model.model_type} has {outputs}",
+                where=MODEL_PATH,
+                remedy="begin from a model without a head",
+            )
+
+    @property
+    def auto_suffix(self) -> str:
+        """How the names of the classes of such models end."""
+        return self.auto.__name__.removeprefix("AutoModel")
+
+    def refuse_smoothing(self) -> None:
+        """Refuse losses of classes, for a task whose rows have no class.
+
+        Raises:
+            ConfigError: the recipe asks for one.
+        """
+        actor = self.recipe.actor
+        for key, value in (("actor.label_smoothing", actor.label_smoothing), ("actor.z_loss", actor.z_loss)):
+            if value:
+                raise ConfigError(
+                    f"{key} ({value:g}) is for rows with one class each, and those of this {actor.model.model_type} "
+                    "have none or several",
+                    where=self.recipe.where(key) or key,
+                    remedy="leave it out",
+                )
 
     def configure(self, config: PreTrainedConfig) -> None:
         """Set what the task needs in the model's config."""
@@ -172,6 +205,7 @@ class TextTask(Adapter):
         return {"input_ids": made["input_ids"], "token_type_ids": np.array(made["token_type_ids"], np.int8)}
 
     def encoder(self, *, with_prompts: bool) -> TextEncoder:
+        _ = self.loaded_config  # without a model there is no tokenizer either, and the message is about the model
         return TextEncoder(self, self.recipe)
 
     @property

@@ -30,8 +30,7 @@ from shardtune.parallel.cost.time import Machine
 from shardtune.parallel.ranks import num_ranks
 from shardtune.run.choose_worker import worker_class
 from shardtune.run.plan.rows import Given, Rows, Work, rows_of
-from shardtune.run.plan.simulation import LASTING, Parameters, Simulated, count_parameters, simulate
-from shardtune.training.build.lora import adapt
+from shardtune.run.plan.simulation import LASTING, Parameters, Simulated, add_lora, count_parameters, simulate
 from shardtune.training.build.model import build_empty, freeze
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.sft_trainer import SFTTrainer
@@ -370,7 +369,7 @@ def _estimated(recipe: Recipe, adapter: Adapter, layout: Layout, work: Work, why
     """The memory by the formulas of `parallel.cost`, which hold for decoders, or none."""
     actor = recipe.actor
     model, _ = build_empty(adapter.build, recipe.runner.seed)
-    adapt(model, recipe, None, new_parts=adapter.new_parts)
+    add_lora(model, recipe, adapter)
     freeze(model, actor.model.freeze)
     parameters = count_parameters(model)
     unknown = [f"the step cannot be computed without memory ({why})"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from shardtune.batch import Batch, PackedBatch
 from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
-from shardtune.models.adapter import Adapter, AdapterRoot
+from shardtune.models.adapter import Adapter, AdapterRoot, WeightSource
 from shardtune.models.distillation import Distillation, TeacherLogits, TopTokens
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.pretrained import settings_directory
@@ -108,6 +109,21 @@ class Simulated:
         return sum(self.memory.values())
 
 
+def add_lora(model: nn.Module, recipe: Recipe, adapter: Adapter) -> None:
+    """Add the low-rank adapter that the recipe configures, if any, and train a new head in full, as training does.
+
+    Of the base's weights headers are read; where there are none, all that may be new is taken to be new.
+    """
+
+    def source() -> WeightSource:
+        found = adapter.initial_weights()
+        return settings_directory(found) if isinstance(found, str) else found
+
+    everything = [name for name, _ in model.named_parameters()]
+    may_lack = partial(adapter.new_weights, model) if adapter.new_weights(model, everything) else None
+    adapt(model, recipe, None, source, adapter.new_parts, may_lack)
+
+
 def simulate(
     recipe: Recipe, adapter: Adapter, layout: Layout, micro_batches: Sequence[Batch], *, on_cuda: bool
 ) -> Simulated:
@@ -145,7 +161,7 @@ def _simulate(
     adapter.set_execution(model)
     hooks = Hooks.of(recipe, adapter, training=True)
     root = hooks.attach(adapter.root(model))
-    adapt(model, recipe, None, new_parts=adapter.new_parts)
+    add_lora(model, recipe, adapter)
     freeze(model, actor.model.freeze)
     parameters = count_parameters(model)
     parallel = adapter.apply_model_parallel(model, ranks)

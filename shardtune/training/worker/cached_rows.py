@@ -315,6 +315,10 @@ class CachedRowsTask(Task):
     def can_generate(self) -> bool:
         return isinstance(self.adapter, LanguageModel) and not isinstance(self.adapter, ActingAdapter)
 
+    @property
+    def can_predict(self) -> bool:
+        return isinstance(self.adapter, TextTask)
+
     def chat_encoder(self) -> ChatEncoder:
         """The encoder of conversations as prompts.
 

@@ -216,6 +216,11 @@ class Task(ABC):
         return False
 
     @property
+    def can_predict(self) -> bool:
+        """Whether it is a task by name, of which `shardtune predict` gives predictions for rows."""
+        return False
+
+    @property
     def plays_episodes(self) -> bool:
         """Whether evaluation includes episodes in an environment."""
         return False

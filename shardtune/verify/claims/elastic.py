@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from shardtune.verify.claims.evidence import LOSS, NORM, first_difference, largest_gap
 from shardtune.verify.claims.exact import CLOSE
 from shardtune.verify.claims.ground import Ground, ground_of
+from shardtune.verify.claims.parity import sensitive
 from shardtune.verify.claims.resume import require_stopped
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed, Skipped
@@ -33,16 +34,15 @@ def check_elastic(runs: ShortRuns) -> str:
         change_of = {way: threads.submit(_changed, runs, ground.changes, *way) for way in ways}
         one, *others = runs.several(fixed)
         changed = {way: run.result() for way, run in change_of.items()}
-    for other in others:
-        _require_same(one, other, ground, f"{other.recipe.runner.nproc_per_node} ranks")
-    for (first, then), other in changed.items():
-        _require_same(one, other, ground, f"{first} and then {then} ranks")
-        others.append(other)
-    gap = max(largest_gap(one.evidence, other.evidence) for other in others)
+    named = [(other, f"{other.recipe.runner.nproc_per_node} ranks") for other in others]
+    named += [(other, f"{first} and then {then} ranks") for (first, then), other in changed.items()]
+    worst = max(_require_same(one, other, ground, what) for other, what in named)
+    gap = max(largest_gap(one.evidence, other.evidence) for other, _ in named)
     numbers = ", ".join(map(str, ground.ranks))
     return (
         f"on {numbers} ranks, and from {fewest} to {most} and back at a resume, in fp64{ground.left_out}: the same "
-        f"rows in {runs.steps} steps, losses and norms within {gap:.1g}, weights within {CLOSE:.0e} after each step"
+        f"rows in {runs.steps} steps, losses and norms within {gap:.1g}, weights within {worst:.1g} after each step"
+        f"{sensitive(worst)}"
     )
 
 
@@ -55,7 +55,8 @@ def _changed(runs: ShortRuns, changes: Mapping[str, object], first: int, then: i
     return run
 
 
-def _require_same(one: ShortRun, other: ShortRun, ground: Ground, what: str) -> None:
+def _require_same(one: ShortRun, other: ShortRun, ground: Ground, what: str) -> float:
+    """Refuse runs that part; returns the largest difference."""
     base = f"{one.recipe.runner.nproc_per_node} rank{'s' if one.recipe.runner.nproc_per_node > 1 else ''}"
     found = first_difference(one.evidence, other.evidence, close=CLOSE)
     if found is not None:
@@ -67,8 +68,9 @@ def _require_same(one: ShortRun, other: ShortRun, ground: Ground, what: str) -> 
             if rows
             else DRAWS,
         )
-    gap, _ = ground.parting(one, other)
+    gap, worst = ground.parting(one, other)
     if gap is not None:
         raise Failed(
             f"{base} and {what} part after step {gap.step}: {gap}", where=f"step {gap.step}: {gap.name}", remedy=DRAWS
         )
+    return worst

@@ -32,7 +32,7 @@ def check_parity(runs: ShortRuns) -> str:
     spread = _spread(Recorded(made[-1]), ground) if half else ""
     return (
         f"{runs.steps} steps in fp64{ground.left_out} on {on_ranks(ground.ranks)} as in plain PyTorch ({how}): "
-        f"losses, norms and weights within {worst:.1g}{_sensitive(worst)}{spread}"
+        f"losses, norms and weights within {worst:.1g}{sensitive(worst)}{spread}"
     )
 
 
@@ -63,7 +63,8 @@ def _spread(packed: Numbers, ground: Ground) -> str:
     )
 
 
-def _sensitive(worst: float) -> str:
+def sensitive(worst: float) -> str:
+    """How a difference above `CLOSE` is explained, for the end of a sentence."""
     return "" if worst <= CLOSE else ", no more than this model makes of an error in the last bit of a weight"
 
 

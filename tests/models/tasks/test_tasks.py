@@ -25,7 +25,9 @@ from shardtune.models.tasks.encoder import require_tokens, shortened
 from shardtune.models.tasks.metrics import entity_scores, f1_scores, spans
 from shardtune.models.tasks.names import CLASSES
 from shardtune.models.tasks.task import TextTask
+from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.run.plain_model import load_run_or_model
+from shardtune.run.plan.simulation import add_lora
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.tiny_tasks import rows, save_encoder, save_t5, write
 from tests.support.workspace import run_cli
@@ -177,6 +179,30 @@ def test_an_encoder_decoder_embeds_nothing(folder: Path):
         task_of(recipe(folder, "embedding", rows("embedding", 2), "t5", model_path=str(folder / "t5"))).build()
 
 
+def test_a_loss_of_classes_is_refused_where_there_are_none(folder: Path):
+    values = recipe(folder, "regression", rows("regression", 3), "smoothed")
+    values["label_smoothing"] = 0.1
+    with pytest.raises(ConfigError, match=r"label_smoothing \(0.1\) is for rows with one class each"):
+        task_of(values).build()
+
+
+def test_a_plan_trains_a_new_head_beside_lora(folder: Path, tmp_path: Path):
+    """As training does, with the base's files and with its configuration alone."""
+    (tmp_path / "config").mkdir()
+    for file in (folder / "encoder").glob("*.json"):
+        (tmp_path / "config" / file.name).write_bytes(file.read_bytes())
+    data = rows("sequence_classifier", 12)
+    for path in (folder / "encoder", tmp_path / "config"):
+        task = task_of(recipe(folder, "sequence_classifier", data, "plan", model_path=str(path), is_lora=True))
+        with init_empty_weights():
+            model = task.build()
+        add_lora(model, task.recipe, task)
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        heads = {f"{name}.{kind}" for name in ("classifier", "bert.pooler.dense") for kind in ("weight", "bias")}
+        assert {name for name in trained if "lora_" not in name} == heads
+        assert len(trained) > len(heads)
+
+
 def test_the_command_names_file_and_row(folder: Path):
     data = [*rows("sequence_classifier", 5), {"text": "a cat", "label": None}]
     values = recipe(folder, "sequence_classifier", data, "no-label")
@@ -323,6 +349,7 @@ def test_a_directory_without_a_run_predicts(folder: Path, adapted: shardtune.Run
     merged, adapter = (adapted.export(tmp_path / name, merge=name == "merged", check=False) for name in ("merged", "a"))
     expected = adapted.predict(SEEN)
     assert json.loads((adapter / "task.json").read_text())["options"] == {"labels": ["bad", "fine", "good"]}
+    assert ", id2label={0: 'bad', 1: 'fine', 2: 'good'})" in (adapter / "README.md").read_text()
     for directory in (merged, adapter):
         printed = run_cli("predict", str(directory), "red cat", "a green dog runs").out
         found = [json.loads(line) for line in printed.splitlines()]
@@ -346,6 +373,9 @@ def test_a_trained_classifier_is_trained_on(folder: Path, adapted: shardtune.Run
         folder, "sequence_classifier", [{"text": "a", "label": "good"}, {"text": "a", "label": "new"}], "new"
     )
     other["model"]["model_path"] = str(trained)
+    headless = recipe(folder, "regression", rows("regression", 2), "headless", model_path=str(trained))
+    with pytest.raises(ConfigError, match="has a head of 3 outputs, this regression has 1"):
+        task_of(headless).build()
     given = {**other, "model": {**other["model"], "options": {"labels": ["good", "bad", "fine"]}}}
     with pytest.raises(ConfigError, match=r"labels = \['good', 'bad', 'fine'\]; those of the classifier"):
         task_of(given).build()

@@ -122,7 +122,7 @@ def test_the_numbers_are_those_of_a_plain_loop(task: str, folder: Path, alone: M
     require_plain(task, alone[task], folder)
 
 
-@pytest.mark.parametrize("task", slow_except("embedding"))
+@pytest.mark.parametrize("task", slow_except())  # of a whole step: test_whole_step_loss.py
 def test_two_ranks_give_the_same_numbers(
     task: str, folder: Path, alone: Mapping[str, Trained], together: Mapping[str, Trained]
 ):
