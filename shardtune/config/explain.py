@@ -31,6 +31,8 @@ EXAMPLES = {
     "runner.min_ranks": "4",
     "runner.callbacks": "[my_callbacks.py:Plot]",
     "runner.on_spike": "rollback",
+    "data.mixed_files": "8",
+    "data.cache_limit": "200",
     "data.quarantine": "quarantine.jsonl",
     "runner.max_anomalies": "20",
     "runner.best.monitor": "eval/eval_accuracy",

@@ -47,6 +47,7 @@ class CallWatch:
         self._board = board
         self._method = ""
         self._number = 0
+        self._running = threading.Event()
         if seconds:
             threading.Thread(target=self._watch, name="shardtune-call-watch", daemon=True).start()
 
@@ -54,9 +55,11 @@ class CallWatch:
     def during(self, method: str, number: int) -> Iterator[None]:
         """A call of a method."""
         self._number, self._method = number, method
+        self._running.set()
         try:
             yield
         finally:
+            self._running.clear()
             self._method = ""
 
     def _watch(self) -> None:
@@ -69,6 +72,7 @@ class CallWatch:
             method = self._method
             if not method or frame is None:
                 waited = self._go_on(waited)
+                self._running.wait()  # between calls it costs nothing
                 continue
             now = id(frame), frame.f_lasti, collectives_issued()
             waited, before = (waited + tick if now == before else self._go_on(waited)), now

@@ -72,7 +72,7 @@ def plainly(
     for step in range(STEPS):
         total, number = torch.zeros((), dtype=torch.float64), 0
         for index, row in enumerate(rows):
-            ids, mask = torch.from_numpy(row.input_ids).long(), torch.from_numpy(row.loss_weights[1:]) > 0
+            ids, mask = torch.tensor(row.input_ids, dtype=torch.long), torch.tensor(row.loss_weights[1:]) > 0
             embedded = model.get_input_embeddings()(ids[None])
             if alpha:
                 draws = RowDraws(derive_seed(worker.recipe.runner.seed, step, ROW_DRAWS), [index])
@@ -84,7 +84,7 @@ def plainly(
             total = total + losses(logits, theirs, ids[1:][mask]).sum()
             number += int(mask.sum())
         (total / number).backward()
-        found.append(float(total / number))
+        found.append(float(total.detach() / number))
         optimizer.step()
         optimizer.zero_grad()
     return found, dict(model.named_parameters())

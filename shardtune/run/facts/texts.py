@@ -16,6 +16,7 @@ from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.images import from_fields
 from shardtune.data.images.rows import IMAGE_MARK
 from shardtune.data.row_formats import Chat, Completion
+from shardtune.data.token_rows import Tokens
 from shardtune.run.facts.rows import example_of
 
 UNUSUAL = ("  Two  spaces,\n\n\ttabs, Ümläute, 漢字, 🙂 and 1234567.89.", "", "a")
@@ -92,7 +93,7 @@ def image_texts(
     found = []
     for number, (row, sample) in enumerate(rows):
         images, example = from_fields(sample.fields), example_of(encoder, row)
-        if not images:
+        if not images or isinstance(example, Tokens):  # which has no text
             continue
         if isinstance(example, Chat):
             if encoder.template is None:

@@ -341,7 +341,7 @@ class Memory:
 def measured(recipe: Recipe, adapter: Adapter, layout: Layout, work: Work, on_cuda: bool) -> tuple[Memory, list[str]]:
     """The memory of a rank by a step without memory, where that fails by formulas, otherwise unknown."""
     try:
-        found: Simulated = simulate(recipe, adapter, layout, work.batches, on_cuda=on_cuda)
+        found: Simulated = simulate(recipe, adapter, layout, work.batches, work.micro_batches, on_cuda=on_cuda)
     except ShardtuneError:
         raise
     except Exception as problem:

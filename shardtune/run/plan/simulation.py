@@ -17,7 +17,7 @@ from shardtune.batch import Batch, PackedBatch
 from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
-from shardtune.models.adapter import Adapter, AdapterRoot, WeightSource
+from shardtune.models.adapter import Adapter, AdapterRoot, WeightSource, WholeStepAdapter
 from shardtune.models.distillation import Distillation, TeacherLogits, TopTokens
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.pretrained import settings_directory
@@ -32,8 +32,9 @@ from shardtune.run.plan.ledger import CPU, GATHERED, AsOnCuda, Ledger
 from shardtune.training.build.lora import adapt, frozen_dtype
 from shardtune.training.build.model import build_empty, freeze
 from shardtune.training.build.teacher import ShardedTeacher
-from shardtune.training.step import accumulate
+from shardtune.training.step import Accumulate, accumulate
 from shardtune.training.utilisation import Utilisation
+from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.model_state import outer_parameters
 
@@ -124,8 +125,25 @@ def add_lora(model: nn.Module, recipe: Recipe, adapter: Adapter) -> None:
     adapt(model, recipe, None, source, adapter.new_parts, may_lack)
 
 
+class OfSoleRank(WholeStep):
+    """A loss over all rows of a step, of which this rank's outputs stand for those of all others.
+
+    Args:
+        adapter: whose loss it is.
+        ranks: of which there is one.
+        shares: how many times as many rows as this rank computes a step has.
+    """
+
+    def __init__(self, adapter: WholeStepAdapter, ranks: Ranks, shares: int) -> None:
+        super().__init__(adapter, ranks)
+        self._shares = shares
+
+    def _gather(self, mine: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+        return {name: torch.cat([tensor] * self._shares) for name, tensor in mine.items()}, 0
+
+
 def simulate(
-    recipe: Recipe, adapter: Adapter, layout: Layout, micro_batches: Sequence[Batch], *, on_cuda: bool
+    recipe: Recipe, adapter: Adapter, layout: Layout, micro_batches: Sequence[Batch], number: int, *, on_cuda: bool
 ) -> Simulated:
     """Compute a step without memory.
 
@@ -134,10 +152,16 @@ def simulate(
         adapter: of its model.
         layout: of the ranks.
         micro_batches: of the first rank in a step; of several that are alike two are enough.
+        number: of micro-batches that a rank has in a step.
         on_cuda: whether the ranks have GPUs.
     """
     with ranks_of(layout) as ranks:
-        return _simulate(recipe, adapter, ranks, micro_batches, on_cuda)
+        compute, shares = accumulate, ranks.num_data_ranks * -(-number // len(micro_batches))
+        if isinstance(adapter, WholeStepAdapter):
+            compute = OfSoleRank(adapter, ranks, shares).accumulate
+        names = {name for batch in micro_batches for name in batch.weights}
+        sums = {name: shares * sum(batch.weights.get(name, 0.0) for batch in micro_batches) for name in names}
+        return _simulate(recipe, adapter, ranks, micro_batches, partial(compute, denominators=sums), on_cuda)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +177,12 @@ class ReadTeacher:
 
 
 def _simulate(
-    recipe: Recipe, adapter: Adapter, ranks: Ranks, micro_batches: Sequence[Batch], on_cuda: bool
+    recipe: Recipe,
+    adapter: Adapter,
+    ranks: Ranks,
+    micro_batches: Sequence[Batch],
+    compute: Accumulate,
+    on_cuda: bool,
 ) -> Simulated:
     actor = recipe.actor
     check_optimizer(actor.optim, ranks.layout)  # what it tries, it tries on tensors with values
@@ -199,7 +228,7 @@ def _simulate(
             if actor.optim.ema_decay is not None:
                 ledger.label(AveragedWeights(weights, actor.optim.ema_decay).parts, AVERAGE)
             _first_update(ledger, weights, optimizer)
-            _step(ledger, root, weights, micro_batches)
+            _step(ledger, root, weights, micro_batches, compute)
         found = ledger.fullest()
     found[BUFFERS] = found.get(BUFFERS, 0) + sum(buffer.nbytes for buffer in model.buffers())
     found[BATCH] = sum(tensor.nbytes for batch in micro_batches for tensor in tensors_of(batch))
@@ -237,7 +266,9 @@ def _first_update(ledger: Ledger, weights: Weights, optimizer: torch.optim.Optim
     weights.zero_gradients()
 
 
-def _step(ledger: Ledger, root: AdapterRoot, weights: Weights, micro_batches: Sequence[Batch]) -> None:
+def _step(
+    ledger: Ledger, root: AdapterRoot, weights: Weights, micro_batches: Sequence[Batch], compute: Accumulate
+) -> None:
     """Forward and backward of the micro-batches."""
 
     def forward(batch: Batch) -> object:
@@ -247,8 +278,7 @@ def _step(ledger: Ledger, root: AdapterRoot, weights: Weights, micro_batches: Se
         ledger.phase = BACKWARD
         return output
 
-    denominators = {name: 1.0 for batch in micro_batches for name in batch.weights}
-    accumulate(forward, micro_batches, denominators, weights, draws=(0, 0, 0), scale=1.0)
+    compute(forward, micro_batches, weights=weights, draws=(0, 0, 0), scale=1.0)
     ledger.label((parameter.grad for parameter in weights.parameters.values()), GRADIENTS)
 
 

@@ -26,6 +26,7 @@ from shardtune.parallel.ranks import join_ranks
 from shardtune.training.worker import base
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
+from tests.support.dist.ranks import end_kept_ranks
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny
 
 PLUGIN = str(Path(__file__).parents[2] / "support" / "stuck_ways.py")
@@ -166,6 +167,7 @@ def test_a_start_that_hangs_raises_one_that_works_does_not(tiny: Tiny, monkeypat
     def hangs(self: FSDPSftWorker, *_: object, **__: object) -> None:
         time.sleep(1000)
 
+    end_kept_ranks()  # which count as this process's work
     recipe = tiny.recipe("start", runner__watchdog_seconds=0.2)
     with monkeypatch.context() as patch:
         patch.setattr(FSDPSftWorker, "_build", hangs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from shardtune.run.plan.plan import Planner, planner
 from shardtune.run.plan.simulation import MOMENTS, WEIGHTS
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.tiny_run import Tiny, make_tiny
+from tests.support.tiny_tasks import rows, save_encoder, write
 
 WIDTH = 64
 LIMIT = 0.03
@@ -72,6 +74,24 @@ def allocated(worker: SFTWorker) -> float:
         most = max(most, total)
     worker.release()
     return sum(storages.values()) + most
+
+
+def test_a_loss_over_all_rows_of_a_step_is_planned(tmp_path: Path) -> None:
+    """Of an embedding model: the outputs of four micro-batches, of which two are computed, and their similarities."""
+    model = save_encoder(tmp_path / "model")
+    source = tmp_path / "recipe.yaml"
+    source.write_text(
+        f"model: {{model_path: {model}, model_type: embedding, precision: fp32}}\n"
+        "micro_batch_size: 32\nglobal_batch_size: 128\n"
+        f"data: {{train_data_paths: {write(tmp_path / 'rows.jsonl', rows('embedding', 128))}, num_workers: 0}}\n"
+    )
+    found = planner(str(source), ["runner.device=cpu"], report=lambda _: None)
+    planned = found.plan()
+    assert not planned.notes
+    assert planned.peak == pytest.approx(allocated(SFTWorker(found.recipe, report=lambda _: None)), rel=2 * LIMIT)
+    on_two = planner(str(source), [], ranks=2, report=lambda _: None).plan()
+    assert not on_two.notes
+    assert on_two.memory is not None
 
 
 def test_several_ranks_need_not_exist(tiny: Tiny) -> None:

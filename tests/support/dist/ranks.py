@@ -124,7 +124,8 @@ def _start() -> _Rank:
 
 
 @atexit.register
-def _end_all() -> None:
+def end_kept_ranks() -> None:
+    """End the processes that wait: threads of closed groups in them use a little of a processor."""
     while _waiting:
         _waiting.popitem()[1].end()
 
