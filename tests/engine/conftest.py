@@ -22,7 +22,7 @@ def _session() -> None:
     shardtune.init("local", device="cpu")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # threads of groups that were closed in them use a little of a processor
 def two_ranks(model: Path, _session: None) -> Iterator[TrainEngine]:
     """An engine for `colocate_with`: processes take some seconds to start."""
     with TrainEngine(make(model)).build(data_parallel_size=2) as engine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -39,9 +40,21 @@ class _Rank:
 
     @property
     def worn(self) -> bool:
-        """Whether threads of closed groups are left in it, which torch's caches keep: each wakes 100 times a second."""
+        """Whether many threads of closed groups are left in it, which torch's caches keep."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         return tasks.is_dir() and len(list(tasks.iterdir())) > MOST_THREADS
+
+    def rest(self) -> None:
+        """Stop the process until `wake`: the threads of its closed groups wake 100 times a second each."""
+        os.kill(self._pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
+    @property
+    def _pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def end(self) -> None:
         self.process.kill()
@@ -71,6 +84,8 @@ def run_ranks(
     """
     deadline = time.monotonic() + timeout
     ranks = [None if fresh else _waiting.pop(number, None) for number in range(world_size)]
+    for kept in filter(None, ranks):
+        kept.wake()
     ranks = [kept or _start() for kept in ranks]
     port = _free_port()
     results: list[Any] = [None] * world_size
@@ -84,6 +99,8 @@ def run_ranks(
             for rank in ranks:
                 rank.end()
         else:
+            for rank in ranks:
+                rank.rest()
             _waiting.update(enumerate(ranks))
     told = "\n".join(f"rank {number}: {text}" for number, text in sorted(problems.items()))
     assert not problems, f"{len(problems)} of {world_size} ranks failed\n{told}"
@@ -124,8 +141,8 @@ def _start() -> _Rank:
 
 
 @atexit.register
-def end_kept_ranks() -> None:
-    """End the processes that wait: threads of closed groups in them use a little of a processor."""
+def _end_all() -> None:
+    """End the processes that wait."""
     while _waiting:
         _waiting.popitem()[1].end()
 
