@@ -71,6 +71,7 @@ def test_the_cheapest_changes_that_fit_are_found(book: ModuleType) -> None:
             assert found.needed == (20.0 if words is None else sizes[words])
 
 
+@pytest.mark.slow
 def test_a_recipe_is_planned_on_each_machine(book: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its model two layers and a hundredth of the vocabulary, for time."""
     (file,) = (file for file in RECIPES if file.stem == "qwen3-0.6b-lora")

@@ -134,7 +134,7 @@ def train(
             logits = model(**cast, use_cache=False).logits[0, :-1]
             loss = F.cross_entropy(logits, labels[0, 1:], ignore_index=IGNORED, reduction="sum") / weight
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         losses.append(total)
         norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
         optimizer.step()

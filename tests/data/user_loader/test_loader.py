@@ -295,7 +295,16 @@ def resume_everywhere(make: str) -> list[list[str]]:
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
     "make",
-    ["plain", "own_generator", "lasting", "sampler_in_a_sampler", "drawing", "restored", "Cursor", "Deaf"],
+    [
+        "plain",
+        "own_generator",
+        pytest.param("lasting", marks=pytest.mark.slow),
+        "sampler_in_a_sampler",
+        "drawing",
+        "restored",
+        "Cursor",
+        "Deaf",
+    ],
 )
 def test_a_run_that_goes_on_sees_the_rest_with_the_same_draws(make: str) -> None:
     """Three steps an epoch on one rank: stops in the middle and at the end of one."""

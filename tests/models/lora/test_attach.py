@@ -463,7 +463,7 @@ def four_bits(base: Path) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_four_bits_train_as_what_they_stand_for(tmp_path: Path) -> None:
     saved("qwen2_tied", tmp_path / "base")
     for told in (four_bits(tmp_path / "base"), *run_ranks(four_bits, 2, tmp_path / "base")):

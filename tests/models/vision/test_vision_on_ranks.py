@@ -58,7 +58,7 @@ def order(values: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llava", "qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("smolvlm", "gemma3"))]
+    "family", ["llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "smolvlm", "gemma3"))]
 )
 def test_one_and_two_ranks_give_the_numbers_of_plain_transformers(family: str, tmp_path: Path) -> None:
     """Rows of no, one and two images: in most steps some micro-batch of one row has none while another's has."""
