@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,6 @@ def number_of(value: object, what: str) -> float:
 
 def list_of(value: object, what: str) -> list[Any]:
     """A list that a row gives; arrays of numpy and Arrow among them."""
-    if isinstance(value, str | bytes) or not hasattr(type(value), "__iter__"):
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise RowError(f"{what} is {value!r:.60}, not a list")
-    return list(value)  # pyright: ignore[reportArgumentType] (it is iterable)
+    return list(value)
