@@ -166,10 +166,10 @@ def test_a_start_that_hangs_raises_one_that_works_does_not(tiny: Tiny, monkeypat
     def hangs(self: FSDPSftWorker, *_: object, **__: object) -> None:
         time.sleep(1000)
 
-    # Ranks that other tests keep are of this process's tree, and threads of their closed groups use a little.
-    monkeypatch.setattr(processes, "BUSY", 0.5)
     recipe = tiny.recipe("start", runner__watchdog_seconds=0.2)
     with monkeypatch.context() as patch:
+        # Ranks that other tests keep are of this process's tree, and threads of their closed groups use a little.
+        patch.setattr(processes, "BUSY", 0.5)
         patch.setattr(FSDPSftWorker, "_build", hangs)
         with pytest.raises(RanksStuck) as raised:
             shardtune.train(recipe)
