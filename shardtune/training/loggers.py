@@ -16,10 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-import yaml
-
 from shardtune.config.schema.runner import LoggerConfig
 from shardtune.config.secrets import without_secrets
+from shardtune.config.yaml_text import yaml_text
 from shardtune.data.durable import sync_folder
 from shardtune.errors import CheckpointError, ConfigError, ShardtuneError
 from shardtune.launch.events import restart_count
@@ -102,7 +101,7 @@ class TensorBoard:
         if not run.resumed:
             shutil.rmtree(folder, ignore_errors=True)
         self._writer = SummaryWriter(str(folder), purge_step=done + 1 if run.resumed else None)
-        text = yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)
+        text = yaml_text(dict(run.recipe))
         self._writer.add_text("recipe", f"```yaml\n{text}```", max(done, 0))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

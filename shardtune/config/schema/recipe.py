@@ -89,7 +89,7 @@ class Recipe(ShortForm):
         Args:
             as_given: leave `actor` out where the given recipe does. Stored recipes always have it.
         """
-        from omegaconf import DictConfig, OmegaConf
+        from shardtune.config.yaml_text import yaml_text
 
         values = escape_interpolation(self.to_dict())
         assert isinstance(values, dict)
@@ -97,4 +97,4 @@ class Recipe(ShortForm):
             set_value(values, dotted, written)
         if as_given and not self._spelling.long:
             values |= values.pop(ACTOR)
-        return OmegaConf.to_yaml(DictConfig(values))
+        return yaml_text(values)

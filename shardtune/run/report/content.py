@@ -10,11 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from shardtune.config import Recipe, flatten
 from shardtune.config.schema import short_key
 from shardtune.config.tree import get_value, set_value
+from shardtune.config.yaml_text import yaml_text
 from shardtune.launch.events import ALIVE, BEGINS
 from shardtune.run.diff.settings import PLACE
 from shardtune.run.stored_run import StoredRun
@@ -90,11 +89,11 @@ def as_yaml(settings: Mapping[str, object]) -> str:
     tree: dict[str, object] = {}
     for key, value in settings.items():
         set_value(tree, key, value)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
+    return yaml_text(tree, width=100)
 
 
 def whole_recipe(run: StoredRun) -> str:
-    return yaml.safe_dump(run.tree, sort_keys=False, allow_unicode=True, width=100)
+    return yaml_text(run.tree, width=100)
 
 
 def environment(run: StoredRun) -> dict[str, str]:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from inspect import getattr_static, isfunction
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -73,7 +74,7 @@ class FSDPSftWorker(ABC):
 
     Attributes:
         Options: the types of `actor.model.options`, a pydantic model; an unknown key is an error.
-        cfg: the recipe as a `DictConfig`.
+        cfg: the recipe as a `DictConfig`, made when it is first read.
         options: the recipe's `actor.model.options`, an instance of `Options`.
         model: the sharded model; call it, not its `forward`.
         tokenizer: of the processor, or the one that the recipe names or that is stored with its model; None without
@@ -112,7 +113,6 @@ class FSDPSftWorker(ABC):
 
     def __init__(self, cfg: DictConfig | Recipe) -> None:
         self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
-        self.cfg: DictConfig = self.recipe.as_dict_config()
         runner = self.recipe.runner
         self.options: Any = self._read_options()
         check_optimizer(self.recipe.actor.optim, Layout.of(self.recipe.actor, num_ranks(runner)))
@@ -133,6 +133,10 @@ class FSDPSftWorker(ABC):
         self.context = RunContext()
         self._start = DataState()  # assigned before set-up
         self.task: Task = self._make_task()
+
+    @cached_property
+    def cfg(self) -> DictConfig:  # 10 ms, and many workers never read it
+        return self.recipe.as_dict_config()
 
     def _read_options(self) -> Any:
         """`actor.model.options`, as the class declares them; as they are where a registered function reads them."""
