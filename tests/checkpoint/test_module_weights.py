@@ -224,6 +224,7 @@ def test_a_model_of_transformers_without_logits_is_built_by_its_class(tmp_path: 
         check_reload(model, tmp_path)
 
 
+@pytest.mark.lengthy
 @pytest.mark.usefixtures("at_once")
 def test_an_adapter_is_compared_over_its_base_and_merged(tmp_path: Path) -> None:
     tiny.saved("qwen2", tmp_path / "base")

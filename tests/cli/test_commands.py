@@ -142,6 +142,7 @@ def tree(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*")}
 
 
+@pytest.mark.lengthy
 def test_a_dry_run_writes_nothing(work: Path) -> None:
     before = tree(work)
     ended = run_cli("train", "recipe.yaml", "--dry-run", "runner.logger.experiment_name=never")
@@ -181,6 +182,7 @@ def test_the_preview_tells_rows_and_what_became_of_them(work: Path) -> None:
     assert tree(work) == before
 
 
+@pytest.mark.lengthy
 def test_an_audit_ends_with_1_where_a_limit_is_exceeded(work: Path) -> None:
     write_rows(work / "twice.jsonl", [said("Hi?", "Ho."), said("Hi?", "Ho."), said("Who?", "Me, as you see.")])
     argv = ("data", "audit", "recipe.yaml", "data.train_data_paths=twice.jsonl")

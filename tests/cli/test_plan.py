@@ -38,6 +38,7 @@ def test_what_cannot_be_planned_is_refused(words: list[str], what: str) -> None:
         app(["plan", *words], standalone_mode=False)
 
 
+@pytest.mark.lengthy
 def test_a_models_folder_is_planned_for_gpus_that_are_not_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ class TestSources:
             assert one.state.q01 == tuple(np.quantile(state.astype(np.float64), 0.01, axis=0).tolist())
             assert (one.frames, one.episodes) == (36, 3)
 
+    @pytest.mark.lengthy
     def test_one_rule_for_all_sources(self, of, data, tmp_path):
         """A data set with names, without, transformed, and the same as a table: switches alone stay as they are."""
         random = np.random.default_rng(0)

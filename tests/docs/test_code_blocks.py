@@ -100,6 +100,7 @@ def test_excuses_are_few():
 # -- Python ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("block", [param for param in named("python") if param.values[0].page not in WALKED])
 def test_python_blocks_run(block: Block, sandbox: Path):
     if block.excuse:

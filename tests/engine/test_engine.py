@@ -137,6 +137,7 @@ def test_ragged_rows_count_by_their_weights(model: Path):
     assert apart(steps(engine, "padded_step", given), plain(model, rows)) < 1e-10
 
 
+@pytest.mark.lengthy
 def test_half_precision_keeps_full_weights(model: Path):
     with TrainEngine(make(model, Dtypes), precision="bf16").build() as engine:
         found = engine.dtypes(NeedParallel(SAMPLES))

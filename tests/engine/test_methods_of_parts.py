@@ -149,6 +149,7 @@ class Processed(Scored):
         return self.generate(torch.tensor(input_ids), **BATCH, logits_processor=[Printing()]).tolist()
 
 
+@pytest.mark.lengthy
 def test_a_printed_cuda_in_what_generates(model: Path) -> None:
     """A user's code gets the engine's device; where there is none, no mode sees the operations."""
     rows = SAMPLES[:2]

@@ -95,6 +95,7 @@ def test_from_layout_to_layout(model: Path, two: TrainEngine):
         check(adapter, engine)
 
 
+@pytest.mark.lengthy
 def test_an_adapter_is_merged_or_the_other_has_the_same(model: Path, tmp_path: Path):
     adapter, twin = TrainEngine(adapted(model)).build(), TrainEngine(adapted(model)).build()
     plain = TrainEngine(make(model, Frozen)).build()

@@ -69,6 +69,7 @@ def test_batches_answer_as_plain_transformers_does_alone(kind: str) -> None:
     assert len({tuple(answer) for answer in got}) > 1
 
 
+@pytest.mark.lengthy
 def test_a_router_that_is_trained_to_be_even_answers_as_ever() -> None:
     """With `output_router_logits` transformers makes a balance loss of each forward; with a cache there is none."""
     model = tiny.model("qwen3_moe")

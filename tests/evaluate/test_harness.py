@@ -132,7 +132,7 @@ def evaluated(recipe: str, given: tuple[str, ...], folder: str) -> dict[str, flo
     return ready(recipe, given, folder).run_eval()
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_two_ranks_score_as_the_harness_itself(work: Path, tmp_path: Path) -> None:
     """7 questions, one of which two ranks do not share; batches of 4; texts that are longer than the model takes."""
     results = reference(work / "model", work)

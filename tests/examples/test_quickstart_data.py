@@ -109,6 +109,7 @@ def test_operands_reach_99_and_both_files_hold_all_kinds_evenly(readings):
         assert max(counts.values()) - min(counts.values()) <= 1
 
 
+@pytest.mark.lengthy
 def test_each_kind_is_asked_in_at_least_five_ways(readings):
     for questions in readings:
         ways = Counter((kind, number) for kind, number, _ in questions)

@@ -30,6 +30,7 @@ def book() -> Iterator[ModuleType]:
     sys.path[:] = before
 
 
+@pytest.mark.lengthy
 def test_every_recipe_is_valid_as_it_is_and_as_it_is_changed(book: ModuleType) -> None:
     """No file of it exists here: neither the model nor the rows."""
     assert [file.stem for file in RECIPES if file.stem.endswith("-full")]
@@ -88,6 +89,7 @@ def test_a_recipe_is_planned_on_each_machine(book: ModuleType, tmp_path: Path, m
     assert all(each["changes"] == [] for each in found.values())
 
 
+@pytest.mark.lengthy
 def test_a_memory_that_is_unknown_ends_the_planning(
     book: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

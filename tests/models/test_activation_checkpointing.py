@@ -51,6 +51,7 @@ def run(how: bool | str) -> tuple[Products, int, list[torch.Tensor]]:
     return counted, held, first
 
 
+@pytest.mark.lengthy
 def test_selective_computes_no_product_twice_and_holds_less_than_all() -> None:
     (none, most, wanted), (full, least, _), (selective, between, found) = run(False), run(True), run("selective")
     assert full.products - none.products == 6 * LAYERS  # each of seven but the last, which nothing waits for

@@ -115,6 +115,7 @@ class Regression:
             return float((self.features @ weight.T - self.targets).square().mean())
 
 
+@pytest.mark.slow
 def test_after_hundreds_of_steps_the_loss_is_that_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to the nearest, bf16's second moment never falls again after large gradients."""
     problem = Regression()

@@ -413,7 +413,10 @@ LORA = {
 }
 
 
-@pytest.mark.parametrize("kept", [{}, {"actor__model__precision": "bf16", "actor__model__lora__base_dtype": "bf16"}])
+BF16 = {"actor__model__precision": "bf16", "actor__model__lora__base_dtype": "bf16"}
+
+
+@pytest.mark.parametrize("kept", [{}, pytest.param(BF16, marks=pytest.mark.slow)])
 def test_adapters_are_trained_saved_and_merged(workspace: Workspace, tmp_path: Path, kept: dict[str, Any]) -> None:
     """With a base in another dtype than the adapter too, which FSDP1 cannot join with it."""
     at = tmp_path

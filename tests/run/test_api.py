@@ -177,6 +177,7 @@ def test_utilisation_is_logged_where_the_peak_is_known(tiny: Tiny, monkeypatch: 
     assert Utilisation.known(model, torch.device("cpu"), "bf16", 2) == Utilisation(counted, 2, 16, 2e9)
 
 
+@pytest.mark.lengthy
 def test_resuming_costs_the_same_whatever_was_done(tiny: Tiny, tmp_path: Path) -> None:
     """Of a long log only the end is read."""
     from shardtune.training.loggers import cut_back

@@ -58,6 +58,7 @@ def found(tiny: Tiny) -> Findings:
     return audit_recipe(recipe, options=Options(examples=3), report=print)
 
 
+@pytest.mark.lengthy
 def test_the_names_of_the_json_form_stay(found: Findings) -> None:
     content = json.loads(found.model_dump_json())
     train, math = content["sets"]["train"], content["contamination"]["eval/math"]

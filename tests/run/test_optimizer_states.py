@@ -53,7 +53,7 @@ def test_layouts_round_alike(tmp_path: Path, ranks: int) -> None:
     ("state_dtype", "kept"),
     [
         pytest.param("bf16", {torch.bfloat16, torch.float32}, marks=pytest.mark.slow),
-        ("int8", {torch.uint8, torch.float32, torch.float64}),
+        pytest.param("int8", {torch.uint8, torch.float32, torch.float64}, marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_goes_on_bitwise_and_on_other_ranks(

@@ -179,6 +179,7 @@ def test_the_command(own: shardtune.Run, tmp_path: Path, monkeypatch: pytest.Mon
         policy.select_action(SEEN)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", ["llava", pytest.param("openvla", marks=pytest.mark.slow)])
 def test_built_in_models_act_alike(folder: Path, tmp_path: Path, kind: str) -> None:
     if kind == "openvla":
@@ -213,6 +214,7 @@ def test_built_in_models_act_alike(folder: Path, tmp_path: Path, kind: str) -> N
             assert error.value.where == option
 
 
+@pytest.mark.lengthy
 def test_a_low_rank_adapter_acts_without_its_data(folder: Path, tmp_path: Path) -> None:
     save_vision_model("llava", folder / "base")
     model = {"model_type": "vision_language_action", "model_path": str(folder / "base"), "num_action_bins": 16}

@@ -62,6 +62,7 @@ def inputs(processor: Any) -> dict[str, torch.Tensor]:
     return processor(["In: go\nOut:", "In: pick up the cup\nOut:"], pictures, padding=True)
 
 
+@pytest.mark.lengthy
 def test_the_whole_guide(folder: Path) -> None:
     recipe(folder)
     cfg: Any = OmegaConf.load(folder / "recipe.yaml")  # as it is printed, model: at the top
@@ -220,6 +221,7 @@ def test_sections_with_a_mistake(folder: Path) -> None:
         shardtune.get_model_config_and_processor(cfg)
 
 
+@pytest.mark.lengthy
 def test_rows_of_a_processor_without_places_for_images(folder: Path) -> None:
     with pytest.raises(ConfigError, match="YourProcessor has no image_token"):
         shardtune.train(folder / "recipe.yaml", *overrides(folder, "no-worker", []))

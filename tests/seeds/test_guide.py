@@ -198,7 +198,8 @@ def test_the_numbers_are_those_of_plain_pytorch_in_the_loop_of_the_guide(reader:
         assert (tensor - model.get_parameter(name)).abs().max() < EXACT, name
 
 
-def test_two_ranks_train_evaluate_and_resume_bitwise(reader: Reader, whole: Path) -> None:
+@pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_ranks_train_evaluate_and_resume_bitwise(reader: Reader, whole: Path, short: bool) -> None:
     """Answers of rank 1 end two tokens before those of rank 0; a plain module returns an object of a plain class."""
     module = ("actor.model.model_type=my_module", "data.eval_data_paths=null", "runner.max_steps=2")
     jobs = [
@@ -208,14 +209,15 @@ def test_two_ranks_train_evaluate_and_resume_bitwise(reader: Reader, whole: Path
         reader.as_mapping("plain", "plain-fsdp", *module),
         reader.as_mapping("plain", "plain-fsdp1", *module, "actor.training_backend=fsdp1"),
     ]
-    train_on_ranks(2, jobs)
+    train_on_ranks(2, [jobs[0], jobs[3]] if short else jobs)
     runs = reader.folder / "runs"
     one, other = runs / "whole-2", runs / "parts-2"
-    assert_same_tensors(*(run / f"checkpoints/global_step_{STEPS}" for run in (one, other)))
-    assert lines(other)[STOPPED:] == lines(one)[STOPPED:]
+    if not short:
+        assert_same_tensors(*(run / f"checkpoints/global_step_{STEPS}" for run in (one, other)))
+        assert lines(other)[STOPPED:] == lines(one)[STOPPED:]
     assert_alike(whole, one, STEPS)
     plain = reader.train("plain", "plain", *module)
-    for backend in ("fsdp", "fsdp1"):
+    for backend in ("fsdp",) if short else ("fsdp", "fsdp1"):
         assert_alike(plain, runs / f"plain-{backend}", 2)
 
 

@@ -4,7 +4,7 @@ Importing torch and transformers takes some seconds of CPU, and the tests start 
 `install` holds, `subprocess` and `multiprocessing` start those that run this project's code by a fork of a server that
 did the imports once. Such a process is like a started one: arguments, environment, directory, files, session, signals,
 exit code, parent. What differs is the time to its first line and what `ps` shows, and that the imports are done already
-(pytest and the tests' own modules are not among them). A test of one of these is marked `own_start`.
+(the tests' own modules are not among them). A test of one of these is marked `own_start`.
 
 How the forked process becomes the child of the one that wants it: the server forks twice and the process in between
 ends, so that its child goes to the next "subreaper" above (prctl(2)), which the caller is for that moment. A forked
@@ -43,6 +43,7 @@ from types import ModuleType
 from typing import IO, Any, NoReturn
 
 PRELOADED = (
+    "pytest",  # which ranks read with the tests' modules
     "torch",
     "torch.distributed.launcher",
     "torch._dynamo",

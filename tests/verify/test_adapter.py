@@ -101,6 +101,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("name", "check", "said"), FAULTS, ids=[f"{check}-{name}" for name, check, _ in FAULTS])
 def test_a_fault_is_found(name: str, check: str, said: str) -> None:
     result = verify(BROKEN, name, check)[check]

@@ -109,6 +109,7 @@ def places(found: Findings, kind: str, name: str = "train") -> list[str]:
     return [Path(example.row).name for example in found.sets[name].findings[kind].examples]
 
 
+@pytest.mark.lengthy
 def test_what_is_planted_is_found(prepare) -> None:
     base = ordinary(60)
     train = [

@@ -483,6 +483,7 @@ class TestTornEntries:
         assert rows_of(build(path)) == expected
         assert entry.exists()
 
+    @pytest.mark.lengthy
     def test_a_flipped_bit_is_found_with_a_line_and_without_reading_untouched_files_again(
         self, tmp_path, build, data, said, monkeypatch
     ):

@@ -150,6 +150,7 @@ class TestRows:
                 assert np.shares_memory(array, again.fields[name])
             assert array.flags.aligned
 
+    @pytest.mark.lengthy
     def test_of_one_shape_take_no_room_but_their_elements(self, tmp_path, data, build):
         build(write(tmp_path / "a.jsonl", range(COUNT)))
         (entry,) = Path(data.cache_dir).glob("entries/*/*/entry.json")

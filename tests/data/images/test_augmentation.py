@@ -317,6 +317,7 @@ def test_as_torchvision() -> None:
         assert torch.equal(getattr(own, name)(image, value), getattr(other, name)(image, value))
 
 
+@pytest.mark.lengthy
 def test_a_picture_of_rows(folder: Path, tmp_path: Path) -> None:
     """`shardtune data preview --images`: both cameras of two rows, each as it is and in four epochs."""
     preview(recipe(folder, "shown"), rows=2, images=tmp_path / "shown.png")

@@ -69,6 +69,7 @@ def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert again.row(1).fields[DATA].tobytes() == str(tmp_path / "a" / "1.png").encode()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_key_is_of_settings_and_not_of_places(family: str, tmp_path: Path) -> None:
     model, processor = FAMILIES[family]()
@@ -82,6 +83,7 @@ def test_the_key_is_of_settings_and_not_of_places(family: str, tmp_path: Path) -
     assert keys[0] == ImageChatEncoder(ImageText(processor), template(processor.tokenizer)).cache_key()
 
 
+@pytest.mark.lengthy
 def test_the_key_tells_settings_and_templates_apart(tmp_path: Path) -> None:
     def key(template: str = TEMPLATE, **options: Any) -> str:
         processor = FAMILIES["llava"]()[1]

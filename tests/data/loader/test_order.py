@@ -42,6 +42,7 @@ def test_permute_gives_an_index_its_place_whatever_else_is_asked() -> None:
     assert np.array_equal(permute(np.array([[999, 0], [500, 3]]), 1000, 7), whole[[[999, 0], [500, 3]]])
 
 
+@pytest.mark.lengthy
 def test_permutations_look_drawn_at_random() -> None:
     """Over 2,000 keys each place gets each value about equally often, and neighbours do not stay together."""
     size, keys = 13, 2000
@@ -105,6 +106,7 @@ def test_sources_without_a_row_are_refused() -> None:
         order((3, 0.1))
 
 
+@pytest.mark.lengthy
 def test_steps_by_tokens_hold_as_many_rows_as_fit() -> None:
     lengths = np.random.default_rng(0).integers(1, 60, 500).astype(np.int32)
     data = order((500, 1.0), global_batch_tokens=100, lengths=lengths)

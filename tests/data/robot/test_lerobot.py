@@ -580,6 +580,7 @@ class TestCache:
 
         return run
 
+    @pytest.mark.lengthy
     def test_the_key_holds_the_chunk(self, written, build):
         first = build(written[0])
         assert build(written[0]).fingerprint == first.fingerprint

@@ -63,6 +63,7 @@ class TestEqualToLeRobot:
             assert one.digest == other.digest
             same(dict(one), dict(other))
 
+    @pytest.mark.lengthy
     def test_statistics_and_cache(self, recorded, data):
         encoder, sets = FramesEncoder(2), []
         for path in (*recorded, recorded[0]):

@@ -109,6 +109,7 @@ def test_a_policy_in_closed_loop(folder: Path, kind: str, tmp_path: Path) -> Non
         other.notes()
 
 
+@pytest.mark.lengthy
 def test_a_directory_of_an_action_model_has_it(folder: Path, tmp_path: Path) -> None:
     """In its statistics: it acts alike without run and policy.json, and is trained on in no other representation."""
     save_vision_model("llava", tmp_path / "model")

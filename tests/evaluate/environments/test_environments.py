@@ -73,6 +73,7 @@ def successes(environment: ScriptedEnvironment, *, by_expert: bool) -> int:
     return found
 
 
+@pytest.mark.lengthy
 def test_the_expert_succeeds_and_standing_still_does_not(source: EnvironmentSource) -> None:
     assert successes(made(source), by_expert=True) == 20
     assert successes(made(source), by_expert=False) <= 2

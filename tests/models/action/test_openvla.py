@@ -327,6 +327,7 @@ def test_backbones_that_are_not_known() -> None:
         _ = OpenVLAConfig(timm_override_act_layers=["quick_gelu", None]).vision_shapes
 
 
+@pytest.mark.lengthy
 def test_the_systems_own_name_needs_no_function(folder: Path) -> None:
     actor: Any = {
         "model": {"model_type": "vision_language_action", "model_path": str(folder), "hidden_size": 16},

@@ -95,6 +95,7 @@ def test_without_seeds_draws_come_from_torch(kind: str) -> None:
     assert torch.equal(likeliest.actions, policy(kind).predict_action_batch(**given, do_sample=False).actions)
 
 
+@pytest.mark.lengthy
 def test_seeded_draws_have_the_probabilities_of_the_model() -> None:
     """The first token of 4,000 rows of one prompt."""
     given = inputs("llava", [PROMPTS[1]])

@@ -197,6 +197,7 @@ def compare(folder: Path, runs: list[Trained], *, detach: bool = False) -> dict[
     return weights
 
 
+@pytest.mark.lengthy
 def test_equal_to_a_plain_loop(folder: Path) -> None:
     """Two ragged micro-batches, packed."""
     compare(folder, trained(str(folder), [{"actor__micro_batch_size": 5}]))
@@ -238,6 +239,7 @@ def by_hand(model: Any, adapter: VisionLanguageAction, seen: dict[str, Any]) -> 
         return float(model.value_head(hidden)[0, 0, 0])
 
 
+@pytest.mark.lengthy
 def test_a_checkpoint_continues_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     first, second = (worker_of(folder, model__precision="fp32", **ADAM) for _ in range(2))
     for worker in (first, second):
@@ -305,6 +307,7 @@ def test_values_of_what_is_saved(folder: Path, tmp_path: Path, lora: bool) -> No
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lengthy
 def test_rows_without_returns(folder: Path, tmp_path: Path) -> None:
     """One message that names the row and the remedies; a transform may give returns."""
     given = {"value_head": {"sizes": [8]}}
@@ -397,6 +400,7 @@ class Bare(Pushing):
 """
 
 
+@pytest.mark.lengthy
 def test_adapters_of_ones_own(folder: Path, tmp_path: Path) -> None:
     """Rows have returns where the class reads the key; its values are the policy's."""
     (tmp_path / "own.py").write_text(OWN)

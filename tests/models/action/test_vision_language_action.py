@@ -102,6 +102,7 @@ def row(**changes: Any) -> Values:
 # -- which dimensions are normalised -------------------------------------------------------------------------------
 
 
+@pytest.mark.lengthy
 def test_the_recipe_names_dimensions_that_stay_as_they_are(folder: Path) -> None:
     plain = adapter_of(folder, "llava")
     assert plain.notes() == [
@@ -179,6 +180,7 @@ def test_steps_behind_the_end_are_no_targets(folder: Path) -> None:
     assert sample.fields[PADDED].tolist() == [False, True]
 
 
+@pytest.mark.lengthy
 def test_the_prompt_may_be_another_one_and_tell_the_state(folder: Path) -> None:
     plain = adapter_of(folder, "llava", model__action_prompt="Do: {instruction} {x}\nAct:")
     assert "Do: Follow the light {x}\nAct:" in plain.tokenizer.decode(plain.encode(row()).input_ids)
@@ -242,6 +244,7 @@ def test_what_disagrees_is_an_error(folder: Path) -> None:
     assert list(fine.settings.norm_stats) == ["light", "bridge_orig", "two_arms"]
 
 
+@pytest.mark.lengthy
 def test_which_tokens_stand_for_actions(folder: Path) -> None:
     appended = adapter_of(folder, "llava")
     ids = appended.tokenizer.convert_tokens_to_ids([f"<act_{number}>" for number in range(BINS)])
@@ -312,6 +315,7 @@ def observations(count: int) -> list[Observation]:
     ]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", pytest.param("openvla", marks=pytest.mark.slow)])
 def test_the_policy_answers_a_batch_as_each_alone(folder: Path, kind: str) -> None:
     worker = SFTWorker(load_recipe(recipe(folder, kind, f"policy-{kind}")), training=False, report=lambda _: None)
@@ -333,6 +337,7 @@ def test_the_policy_answers_a_batch_as_each_alone(folder: Path, kind: str) -> No
     assert (together[..., :2] <= high[:2] + 1e-6).all()
 
 
+@pytest.mark.lengthy
 def test_metrics_are_those_of_what_the_policy_would_choose(folder: Path) -> None:
     """One row at a time, by the model's own logits for the true tokens before."""
     worker = SFTWorker(load_recipe(recipe(folder, "llava", "metrics")), training=False, report=lambda _: None)

@@ -98,6 +98,7 @@ def check(folder: Path, kind: str, *only: str) -> None:
     assert not report.failures, "\n".join(map(str, report.failures))
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", ONE_FAST)
 def test_sums_and_steps_equal_a_plain_loop(folder: Path, kind: str) -> None:
     check(folder, kind, "encode", "sums", "parity")
@@ -130,6 +131,7 @@ BACKBONES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", ONE_FAST)
 def test_final_acts_without_data_and_backbone(folder: Path, kind: str) -> None:
     """From the weights of a vision-language model; sizes, statistics, tokenizer and weights are in the directory."""

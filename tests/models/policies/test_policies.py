@@ -86,6 +86,7 @@ def test_names_and_shapes_are_lerobots(folder: Path, kind: str) -> None:
     assert {name: list(tensor.shape) for name, tensor in module.state_dict().items()} == expected
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", POLICIES)
 def test_sums_are_the_same_however_rows_are_cut(folder: Path, kind: str) -> None:
     """In training mode and fp64: dropout, noise and crops belong to the rows."""

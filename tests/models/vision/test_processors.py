@@ -45,6 +45,7 @@ def test_a_class_without_video_is_made_once() -> None:
     assert without_video(PaliGemmaProcessor) is PaliGemmaProcessor
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     "family",
     ["gemma4", "idefics2", "janus", "llava_next_video", "llava_onevision", "minicpmv4_6", "mllama", "video_llava"],

@@ -73,6 +73,7 @@ def check(got: Trace, expected: Trace, exact: float) -> None:
         torch.testing.assert_close(tensor, expected.weights[name], rtol=exact, atol=exact)
 
 
+@pytest.mark.lengthy
 def test_no_blank_image_lengthens_a_row_of_a_model_that_is_not_packed(tmp_path: Path) -> None:
     """GLM-5 Next selects keys, and ties among them fall otherwise where more tokens follow a row."""
     values, rows = saved("glm5_next", tmp_path, ROWS_OF_IMAGES[0])
@@ -92,6 +93,7 @@ def test_rows_are_those_of_their_processor(family: str, exact: float, tmp_path: 
     check(run_recipe(values), plain(tmp_path, rows, 2), exact)
 
 
+@pytest.mark.lengthy
 def test_rows_with_and_without_images_stay_apart(tmp_path: Path) -> None:
     """Llama 3.2 Vision leaves out layers for a row without an image, on all ranks at once; PaliGemma on two ranks."""
     recipes, expected = [], []
@@ -119,6 +121,7 @@ def answered(values: dict[str, Any]) -> list[list[int]]:
     return written
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("family", ["mllama", "paligemma"])
 def test_prompts_are_those_of_their_processor(family: str, tmp_path: Path) -> None:
     """Each is continued alone, with an image or without."""

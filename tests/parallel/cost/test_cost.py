@@ -118,6 +118,7 @@ def test_time_is_arithmetic_where_traffic_hides_behind_it() -> None:
     assert time(LLAMA_8B, setting, work(setting.layout), slow).step > found.step
 
 
+@pytest.mark.lengthy
 def test_the_fastest_plan_fits_where_one_does() -> None:
     options = {"step_tokens": 2**22, "length": 4096, "most": 32768}
     roomy = fastest(LLAMA_8B, 8, MACHINE, **options)

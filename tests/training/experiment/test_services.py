@@ -202,6 +202,7 @@ def test_a_missing_package_is_one_message(name: str, monkeypatch: pytest.MonkeyP
     check_logger(logger("jsonl", "tensorboard", "timings"))
 
 
+@pytest.mark.lengthy
 def test_wandb_without_a_key_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
