@@ -1,0 +1,180 @@
+"""Ring attention equals attention in one process, forward and backward, and holds few blocks of keys at once."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardtune.parallel import attention_pieces, ring_attention
+from shardtune.parallel.ring_attention import Scoring
+from shardtune.parallel.ring_plan import RingPlan, Sight
+from shardtune.parallel.sequence_parallel import TokenShare
+
+CAUSAL = Sight(causal=True, window=None)
+SIGHTS = (CAUSAL, Sight(causal=True, window=5), Sight(causal=True, window=1), Sight(causal=False, window=None))
+SIGHTS = (*SIGHTS, Sight(causal=False, window=7))
+
+
+@dataclass(eq=False)
+class Thread:
+    """A thread that stands for a rank, for the mesh along `sequence`, and for its group.
+
+    Attributes:
+        rank: this one.
+        boxes: what ranks have sent each other, by source and target.
+        ranks: how many there are.
+        sent: tokens, in each exchange.
+        most: blocks of other ranks that it held at one time.
+    """
+
+    rank: int
+    ranks: int
+    boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]]
+    sent: list[int] = field(default_factory=list)
+    most: int = 0
+    _held: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+    def get_group(self) -> Thread:
+        return self
+
+
+@dataclass
+class Coming:
+    """Stands for the work of a collective."""
+
+    box: queue.Queue[torch.Tensor]
+    into: torch.Tensor
+
+    def wait(self) -> None:
+        self.into.copy_(self.box.get(timeout=30))
+
+
+def exchange(
+    sent: torch.Tensor, target: int, source: int, number: int, group: Thread
+) -> tuple[torch.Tensor, Coming]:
+    """As `ring_attention._exchange`."""
+    received = torch.full((number, *sent.shape[1:]), torch.nan, dtype=sent.dtype)
+    group.boxes[group.rank, target].put(sent.clone())
+    group.sent.append(len(sent))
+    group._held.append(weakref.ref(received))
+    group.most = max(group.most, sum(held() is not None for held in group._held))
+    return received, Coming(group.boxes[source, group.rank], received)
+
+
+def on_threads(ranks: int, function: Callable[[Thread], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a function gives on each of the ranks."""
+    monkeypatch.setattr(ring_attention, "_exchange", exchange)
+    boxes = {pair: queue.Queue[torch.Tensor]() for pair in itertools.product(range(ranks), repeat=2)}
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(function, [Thread(rank, ranks, boxes) for rank in range(ranks)]))
+
+
+def visible(documents: Sequence[int], sight: Sight) -> torch.Tensor:
+    """Bool [tokens, tokens]: which keys each query sees."""
+    number = torch.repeat_interleave(torch.arange(len(documents) - 1), torch.tensor(documents).diff())
+    distance = torch.arange(documents[-1])[:, None] - torch.arange(documents[-1])
+    mask = number[:, None] == number
+    mask = mask & (distance >= 0) if sight.causal else mask
+    return mask & (distance.abs() < sight.window) if sight.window else mask
+
+
+@dataclass
+class Layer:
+    """A layer's tensors for tokens of packed documents; [1, heads, tokens, size]."""
+
+    documents: list[int]
+    scoring: Scoring
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    sinks: torch.Tensor | None
+    weights: torch.Tensor
+
+    @classmethod
+    def drawn(cls, lengths: Sequence[int], heads: int, kv_heads: int, scoring: Scoring, *, sinks: bool) -> Layer:
+        documents = [0, *itertools.accumulate(lengths)]
+        draw = torch.Generator().manual_seed(sum(lengths))
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+        total = documents[-1]
+        query, key, value = randn(1, heads, total, 4), randn(1, kv_heads, total, 4), randn(1, kv_heads, total, 6)
+        return cls(documents, scoring, query, key, value, randn(heads) if sinks else None, randn(1, total, heads, 6))
+
+    def leaves(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        found = [cut(tensor).requires_grad_() for tensor in (self.query, self.key, self.value)]
+        return found if self.sinks is None else [*found, self.sinks.clone().requires_grad_()]
+
+    def plain(self) -> list[torch.Tensor]:
+        """Output, and gradients of queries, keys, values and sinks."""
+        leaves = self.leaves(torch.clone)
+        query, key, value, *sinks = leaves
+        groups = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * self.scoring.scale
+        if self.scoring.softcap:
+            scores = self.scoring.softcap * torch.tanh(scores / self.scoring.softcap)
+        scores = scores.masked_fill(~visible(self.documents, self.scoring.sight), float("-inf"))
+        for sink in sinks:
+            scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        found = scores.softmax(-1)[..., : query.shape[2]] @ value.repeat_interleave(groups, 1)
+        (found.transpose(1, 2) * self.weights).sum().backward()
+        return [found.detach(), *(cast(torch.Tensor, leaf.grad) for leaf in leaves)]
+
+    def on_rank(self, thread: Thread) -> list[torch.Tensor]:
+        """The same of a rank's tokens, put into their places among zeros."""
+        share = TokenShare.in_ring(self.documents, cast(DeviceMesh, thread))
+        mine = share.mine(torch.arange(self.documents[-1]))
+        place = share.local(torch.arange(self.documents[-1])[mine])
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            found = torch.full((*tensor.shape[:2], share.length, tensor.shape[-1]), 7.0, dtype=tensor.dtype)
+            found[:, :, place] = tensor[:, :, mine]
+            return found
+
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            found = tensor.new_zeros((*tensor.shape[:2], len(mine), tensor.shape[-1]))
+            found[:, :, mine] = tensor[:, :, place]
+            return found
+
+        leaves = self.leaves(cut)
+        sinks = None if self.sinks is None else leaves[3]
+        found = ring_attention.ring_attention(*leaves[:3], share, self.scoring, sinks)
+        thread.most, held = 0, thread.most
+        (found.transpose(1, 2) * cut(self.weights.transpose(1, 2))).sum().backward()
+        thread.most = held
+        grads = [cast(torch.Tensor, leaf.grad) for leaf in leaves]
+        return [*map(put, [found.detach().transpose(1, 2), *grads[:3]]), *grads[3:]]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ring_attention_is_attention(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged documents that cross chunks, grouped heads, windows, soft caps and sinks; a few scores at a time."""
+    draw = random.Random(ranks)
+    for trial, sight in enumerate(SIGHTS * 3):
+        monkeypatch.setitem(attention_pieces.SCORES, "cpu", draw.choice((32, 2**20)))
+        monkeypatch.setattr(attention_pieces, "KEYS", draw.choice((4, 1024)))
+        longest = draw.choice((3, 12, 60))
+        lengths = [draw.randint(1, longest) for _ in range(draw.randint(1, 7))]
+        kv_heads = draw.choice((1, 3))
+        scoring = Scoring(sight, 0.5, 3.0 if trial % 3 == 1 else None)
+        layer = Layer.drawn(lengths, kv_heads * draw.choice((1, 2)), kv_heads, scoring, sinks=trial % 3 == 2)
+        found = [sum(parts) for parts in zip(*on_threads(ranks, layer.on_rank, monkeypatch), strict=True)]
+        for ours, plain in zip(found, layer.plain(), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
