@@ -425,6 +425,9 @@ class CausalLM(LanguageModel):
             self.one_row_per_forward(root.model)
         found = probe_packing(root, self, samples, device, dtype)
         self._packs_proved = self.packs
+        if self._rings:
+            heads = self._heads()
+            found.append(f"sequences are shared by ring attention ({heads.query} heads, {heads.key_value} of keys)")
         return [f"{too_long}: one row per forward", *found] if too_long else found
 
     def _beyond_packing(self) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardtune.parallel import attention_pieces, ring_attention
+from shardtune.parallel.cost.traffic import ring_steps, ring_tokens
 from shardtune.parallel.ring_attention import Scoring
 from shardtune.parallel.ring_plan import RingPlan, Sight
 from shardtune.parallel.sequence_parallel import TokenShare
@@ -34,7 +35,8 @@ class Thread:
         boxes: what ranks have sent each other, by source and target.
         ranks: how many there are.
         sent: tokens, in each exchange.
-        most: blocks of other ranks that it held at one time.
+        most: blocks of other ranks that it held at one time, in the forward pass.
+        most_backward: the same in the backward pass.
     """
 
     rank: int
@@ -42,6 +44,7 @@ class Thread:
     boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]]
     sent: list[int] = field(default_factory=list)
     most: int = 0
+    most_backward: int = 0
     _held: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
     def size(self) -> int:
@@ -65,9 +68,7 @@ class Coming:
         self.into.copy_(self.box.get(timeout=30))
 
 
-def exchange(
-    sent: torch.Tensor, target: int, source: int, number: int, group: Thread
-) -> tuple[torch.Tensor, Coming]:
+def exchange(sent: torch.Tensor, target: int, source: int, number: int, group: Thread) -> tuple[torch.Tensor, Coming]:
     """As `ring_attention._exchange`."""
     received = torch.full((number, *sent.shape[1:]), torch.nan, dtype=sent.dtype)
     group.boxes[group.rank, target].put(sent.clone())
@@ -156,9 +157,9 @@ class Layer:
         leaves = self.leaves(cut)
         sinks = None if self.sinks is None else leaves[3]
         found = ring_attention.ring_attention(*leaves[:3], share, self.scoring, sinks)
-        thread.most, held = 0, thread.most
+        forward, thread.most = thread.most, 0
         (found.transpose(1, 2) * cut(self.weights.transpose(1, 2))).sum().backward()
-        thread.most = held
+        thread.most, thread.most_backward = forward, thread.most
         grads = [cast(torch.Tensor, leaf.grad) for leaf in leaves]
         return [*map(put, [found.detach().transpose(1, 2), *grads[:3]]), *grads[3:]]
 
@@ -178,3 +179,65 @@ def test_ring_attention_is_attention(ranks: int, monkeypatch: pytest.MonkeyPatch
         found = [sum(parts) for parts in zip(*on_threads(ranks, layer.on_rank, monkeypatch), strict=True)]
         for ours, plain in zip(found, layer.plain(), strict=True):
             torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_two_blocks_of_other_ranks_are_held_at_most(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One document over all ranks, whose keys and values all of them need."""
+    layer = Layer.drawn([16 * ranks - 3], 2, 1, Scoring(CAUSAL, 0.5), sinks=False)
+
+    def held(thread: Thread) -> tuple[int, int, int]:
+        layer.on_rank(thread)
+        sent = [step.sent for step in plan(layer.documents, ranks, thread.rank).exchanges(CAUSAL).steps]
+        assert thread.sent[: len(sent)] == [end - first for first, end in sent]
+        return thread.most, thread.most_backward, len(thread.sent)
+
+    # Backward the gradient of a block that this rank has sent, too; keys and values go once more, and gradients return.
+    assert on_threads(ranks, held, monkeypatch) == [(min(ranks - 1, 2), min(ranks - 1, 3), 3 * (ranks - 1))] * ranks
+
+
+def plan(documents: Sequence[int], ranks: int, rank: int) -> RingPlan:
+    return RingPlan.of(documents, ranks, rank)
+
+
+def pairs(documents: Sequence[int], ranks: int, rank: int) -> int:
+    """Pairs of a query and a key that a rank computes, in causal layers."""
+    exchanges = plan(documents, ranks, rank).exchanges(CAUSAL)
+    return sum(
+        min(query - piece.query + piece.distance + 1, piece.key_end - piece.key)
+        for piece in itertools.chain(exchanges.own, *(step.pieces for step in exchanges.steps))
+        for query in range(piece.query, piece.query_end)
+    )
+
+
+def test_ranks_have_equally_much_of_a_long_document() -> None:
+    alone, ragged = [0, 4096], [0, 700, 3100, 3150, 4096]
+    for documents, unequal in ((alone, 1.001), (ragged, 1.6)):
+        found = [pairs(documents, 8, rank) for rank in range(8)]
+        lengths = [end - start for start, end in itertools.pairwise(documents)]
+        assert sum(found) == sum(length * (length + 1) // 2 for length in lengths)
+        assert max(found) < unequal * sum(found) / 8
+
+
+def test_documents_within_chunks_are_not_sent() -> None:
+    assert not plan([0, 16, 32, 48, 64], 2, 0).exchanges(CAUSAL).steps
+    found = [plan([0, 5, 8], 2, rank).exchanges(CAUSAL).steps[0] for rank in range(2)]
+    assert [step.received for step in found] == [1, 2]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_is_sent_is_what_the_formula_says(ranks: int) -> None:
+    """Exact for one document; for ragged ones, whose borders fall anywhere, on average."""
+
+    def received(documents: Sequence[int]) -> float:
+        steps = [plan(documents, ranks, rank).exchanges(CAUSAL).steps for rank in range(ranks)]
+        return sum(step.received for each in steps for step in each) / ranks
+
+    assert received([0, 4096]) == ring_tokens(4096, 4096, ranks)
+    assert len(plan([0, 4096], ranks, 0).exchanges(CAUSAL).steps) == ring_steps(4096, 4096, ranks)
+    draw, found = random.Random(0), 0.0
+    for _ in range(200):
+        lengths = [draw.randint(1, 127) for _ in range(64)]
+        found += received([0, *itertools.accumulate(lengths)]) / 200
+    length = sum(each * each for each in range(128)) / sum(range(128))  # of the document that a token is in
+    assert found == pytest.approx(ring_tokens(4096, length, ranks), rel=0.1)
