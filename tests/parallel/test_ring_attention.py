@@ -81,7 +81,7 @@ def exchange(sent: torch.Tensor, target: int, source: int, number: int, group: T
 def on_threads(ranks: int, function: Callable[[Thread], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What a function gives on each of the ranks."""
     monkeypatch.setattr(ring_attention, "_exchange", exchange)
-    boxes = {pair: queue.Queue[torch.Tensor]() for pair in itertools.product(range(ranks), repeat=2)}
+    boxes = {(a, b): queue.Queue[torch.Tensor]() for a in range(ranks) for b in range(ranks)}
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(function, [Thread(rank, ranks, boxes) for rank in range(ranks)]))
 
@@ -156,7 +156,8 @@ class Layer:
 
         leaves = self.leaves(cut)
         sinks = None if self.sinks is None else leaves[3]
-        found = ring_attention.ring_attention(*leaves[:3], share, self.scoring, sinks)
+        query, key, value = leaves[:3]
+        found = ring_attention.ring_attention(query, key, value, share, self.scoring, sinks)
         forward, thread.most = thread.most, 0
         (found.transpose(1, 2) * cut(self.weights.transpose(1, 2))).sum().backward()
         thread.most, thread.most_backward = forward, thread.most

@@ -10,7 +10,6 @@ from typing import Literal
 from shardtune.parallel.cost.memory import LOGITS_PER_CHUNK
 from shardtune.parallel.cost.shape import ModelShape, Parts, Setting, Work
 
-
 RING = "keys and values"
 
 
