@@ -1,14 +1,12 @@
 """Attention of pieces of documents, added up as it comes: the softmax over all keys of a query, whose keys are met in
 several places (online softmax, Milakov and Gimelshein, 2018, arXiv:1805.02867).
 
-Both are operations of torch, so that what they compute inside is neither saved by selective checkpointing nor needed to
-count memory. Products and sums are in at least fp32.
+Here for any device and dtype, with products and sums in at least fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -34,25 +32,30 @@ class _Tile(NamedTuple):
     mask: torch.Tensor | None
 
 
-class _Rule(NamedTuple):
+class Rule(NamedTuple):
+    """How scores are computed.
+
+    Attributes:
+        causal: queries do not see what comes after them.
+        window: tokens that a query sees to a side, itself included; 0: all.
+        softcap: scores become `softcap * tanh(scores / rule.softcap)`; 0: they do not.
+        scale: factor on the scores.
+    """
+
     causal: bool
     window: int
     softcap: float
     scale: float
 
 
-@torch.library.custom_op("shardtune::attend", mutates_args=("output", "sums"))
-def attend(
+def add_attention(
     output: torch.Tensor,
     sums: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    pieces: Sequence[int],
-    causal: bool,
-    window: int,
-    softcap: float,
-    scale: float,
+    pieces: Sequence[Piece],
+    rule: Rule,
 ) -> None:
     """Add keys and values to the attention of queries.
 
@@ -62,14 +65,10 @@ def attend(
         query: [heads, queries, head_dim].
         key: [keys, key_value_heads, head_dim].
         value: [keys, key_value_heads, value_dim].
-        pieces: which queries attend to which keys; the five numbers of each `Piece`.
-        causal: queries do not see what comes after them.
-        window: tokens that a query sees to a side, itself included; 0: all.
-        softcap: scores become `softcap * tanh(scores / softcap)`; 0: they do not.
-        scale: factor on the scores.
+        pieces: which queries attend to which keys.
+        rule: of the scores.
     """
-    rule = _Rule(causal, window, softcap, scale)
-    for tile in _tiles(pieces, rule, query, key):
+    for tile in _tiles(pieces, rule, query):
         q, k, v = _of_tile(tile, query, key, value)
         scores = _scores(q, k, tile, rule)
         groups = scores.shape[:-1]
@@ -84,8 +83,7 @@ def attend(
         sums[:, tile.queries] = after.flatten(0, 1)
 
 
-@torch.library.custom_op("shardtune::attend_backward", mutates_args=("grad_query", "grad_key", "grad_value"))
-def attend_backward(
+def add_gradients(
     grad_query: torch.Tensor,
     grad_key: torch.Tensor,
     grad_value: torch.Tensor,
@@ -95,13 +93,10 @@ def attend_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    pieces: Sequence[int],
-    causal: bool,
-    window: int,
-    softcap: float,
-    scale: float,
+    pieces: Sequence[Piece],
+    rule: Rule,
 ) -> None:
-    """Add the gradients that these keys and values have a part in; arguments as of `attend`.
+    """Add the gradients that these keys and values have a part in; arguments as of `add_attention`.
 
     Args:
         grad_query: as `query`, of keys before these.
@@ -111,8 +106,7 @@ def attend_backward(
         sums: of all keys.
         products: [heads, queries], sums over `value_dim` of the output of all keys times its gradient.
     """
-    rule = _Rule(causal, window, softcap, scale)
-    for tile in _tiles(pieces, rule, query, key):
+    for tile in _tiles(pieces, rule, query):
         q, k, v = _of_tile(tile, query, key, value)
         scores = _scores(q, k, tile, rule)
         groups = scores.shape[:-1]
@@ -121,10 +115,10 @@ def attend_backward(
         of_values = weights.flatten(1, 2).transpose(1, 2) @ grad
         of_scores = (grad @ v.transpose(1, 2)).view_as(weights)
         of_scores = of_scores.sub_(products[:, tile.queries].view(groups)[..., None]).mul_(weights)
-        if softcap:
-            of_scores.mul_(1 - (scores / softcap).square_())
+        if rule.softcap:
+            of_scores.mul_(1 - (scores / rule.softcap).square_())
             of_scores.masked_fill_(weights == 0, 0.0)  # scores that are masked are infinite
-        of_scores = of_scores.mul_(scale).flatten(1, 2)
+        of_scores = of_scores.mul_(rule.scale).flatten(1, 2)
         grad_query[:, tile.queries] += (of_scores @ k).view(query.shape[0], -1, query.shape[-1])
         grad_key[tile.keys] += (of_scores.transpose(1, 2) @ q).transpose(0, 1)
         grad_value[tile.keys] += of_values.transpose(0, 1)
@@ -145,7 +139,7 @@ def _of_tile(
     return q, key[tile.keys].to(dtype).transpose(0, 1), value[tile.keys].to(dtype).transpose(0, 1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, tile: _Tile, rule: _Rule) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, tile: _Tile, rule: Rule) -> torch.Tensor:
     """[key_value_heads, groups, queries, keys]."""
     queries = tile.queries.stop - tile.queries.start
     scores = (q @ k.transpose(1, 2)).mul_(rule.scale).view(k.shape[0], -1, queries, k.shape[1])
@@ -154,11 +148,10 @@ def _scores(q: torch.Tensor, k: torch.Tensor, tile: _Tile, rule: _Rule) -> torch
     return scores if tile.mask is None else scores.masked_fill_(~tile.mask, float("-inf"))
 
 
-def _tiles(pieces: Sequence[int], rule: _Rule, query: torch.Tensor, key: torch.Tensor) -> Iterator[_Tile]:
+def _tiles(pieces: Sequence[Piece], rule: Rule, query: torch.Tensor) -> Iterator[_Tile]:
     """The parts of pieces whose scores are computed at once, without those that are masked as a whole."""
     most = SCORES.get(query.device.type, MOST_SCORES)
-    numbers = iter(pieces)
-    for piece in starmap(Piece, zip(*[numbers] * len(Piece._fields), strict=True)):
+    for piece in pieces:
         keys = piece.key_end - piece.key
         width = min(keys, KEYS)
         height = max(16, most // (query.shape[0] * width))
@@ -179,7 +172,7 @@ def _tiles(pieces: Sequence[int], rule: _Rule, query: torch.Tensor, key: torch.T
                 yield _Tile(slice(start, end), slice(piece.key + place, piece.key + stop), mask)
 
 
-def _visible(distance: int, queries: int, keys: int, rule: _Rule, device: torch.device) -> torch.Tensor:
+def _visible(distance: int, queries: int, keys: int, rule: Rule, device: torch.device) -> torch.Tensor:
     """Bool [queries, keys]: which keys each query sees, if the first ones are `distance` apart."""
     apart = torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device) + distance
     mask = apart >= 0 if rule.causal else torch.ones_like(apart, dtype=torch.bool)

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardtune.parallel.attention_pieces import accumulation_dtype, attend, attend_backward
+from shardtune.parallel.attention_operations import attend, attend_backward
+from shardtune.parallel.attention_pieces import accumulation_dtype
 from shardtune.parallel.ring_plan import Exchanges, Piece, Sight, Step
 from shardtune.parallel.sequence_parallel import TokenShare
 
@@ -109,15 +110,14 @@ class _Ring(torch.autograd.Function):
         exchanges, group = _exchanges(ctx.share, ctx.scoring), ctx.share.ranks.get_group()
         dtype, width = sums.dtype, key.shape[-1]
         q, block = query[0], _block(key, value)
-        grad = grads[0][0].transpose(0, 1)
-        products = (grad.to(dtype) * result[0].transpose(0, 1)).sum(-1)
+        grad, output = grads[0][0].transpose(0, 1), result[0].transpose(0, 1)
         grad_query = torch.zeros(q.shape, dtype=dtype, device=q.device)
 
         def attended(keys: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
             """The gradient of a block; that of the queries is added up."""
             found = torch.zeros(keys.shape, dtype=dtype, device=keys.device)
             attend_backward(
-                grad_query, found[..., :width], found[..., width:], grad, sums, products, q,
+                grad_query, found[..., :width], found[..., width:], grad, output, sums, q,
                 keys[..., :width], keys[..., width:], [*chain(*pieces)], *ctx.scoring.arguments,
             )  # fmt: skip
             return found
@@ -135,6 +135,7 @@ class _Ring(torch.autograd.Function):
         grad_key, grad_value = grad_block.to(key.dtype).transpose(0, 1)[None].split([width, value.shape[-1]], dim=-1)
         of_sinks = None
         if sinks:
+            products = (grad.to(dtype) * output).sum(-1)
             of_sinks = -((sinks[0][:, None].to(dtype) - sums).exp_() * products).sum(1).to(sinks[0].dtype)
         return grad_query.to(query.dtype)[None], grad_key, grad_value, of_sinks, None, None
 

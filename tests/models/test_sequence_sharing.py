@@ -10,9 +10,12 @@ from shardtune.errors import ParallelError
 from shardtune.models.causal_lm import CausalLM
 
 
-def adapter(heads: int, key_value_heads: int, attention: str = "auto", **changes: float) -> CausalLM:
+def adapter(heads: int, key_value_heads: int, attention: str = "auto", dropout: float = 0.0) -> CausalLM:
     config = LlamaConfig(
-        hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=key_value_heads, **changes
+        hidden_size=8 * heads,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        attention_dropout=dropout,
     )
     return CausalLM(config, attn_implementation=attention)
 
@@ -45,7 +48,7 @@ def test_ranks_that_do_not_divide_heads_form_a_ring(
         (adapter(3, 1), Layout(sequence=2, sequence_method="ulysses"), "3 heads of queries and 1 of keys"),
         (adapter(3, 1), Layout(sequence=2, sequence_method="ulysses"), "parallel.sequence_method: auto"),
         (adapter(3, 1), Layout(sequence=2, tensor=2), "nearest that fits is tensor 1"),
-        (adapter(3, 1, attention_dropout=0.1), Layout(sequence=2), "attention_dropout is 0.1"),
+        (adapter(3, 1, dropout=0.1), Layout(sequence=2), "attention_dropout is 0.1"),
         (adapter(4, 2, "sdpa"), Layout(sequence=2), "attn_implementation sdpa cannot share sequences"),
     ],
 )
@@ -56,4 +59,4 @@ def test_what_a_layout_cannot_do_is_refused(made: CausalLM, layout: Layout, mess
 
 
 def test_dropout_on_attention_is_left_to_heads() -> None:
-    adapter(4, 2, attention_dropout=0.1).check_layout(Layout(sequence=2))
+    adapter(4, 2, dropout=0.1).check_layout(Layout(sequence=2))

@@ -6,7 +6,7 @@ import itertools
 import queue
 import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardtune.parallel import attention_pieces, ring_attention
+from shardtune.parallel import attention_pieces, flash_pieces, ring_attention
 from shardtune.parallel.cost.traffic import ring_steps, ring_tokens
 from shardtune.parallel.ring_attention import Scoring
 from shardtune.parallel.ring_plan import RingPlan, Sight
@@ -180,6 +180,82 @@ def test_ring_attention_is_attention(ranks: int, monkeypatch: pytest.MonkeyPatch
         found = [sum(parts) for parts in zip(*on_threads(ranks, layer.on_rank, monkeypatch), strict=True)]
         for ours, plain in zip(found, layer.plain(), strict=True):
             torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+
+
+def kernel_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_ends: torch.Tensor, key_ends: torch.Tensor,
+    most_queries: int, most_keys: int, before: int, behind: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What torch documents of FlashAttention: the last query is aligned with the last key; -1 is no limit."""
+    outputs, sums = [], []
+    for scores, _, v, _ in kernel_scores(query, key, value, query_ends, key_ends, before, behind, scale):
+        sums.append(scores.logsumexp(-1))
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+        assert scores.shape[-2] <= most_queries
+        assert scores.shape[-1] <= most_keys
+    return torch.cat(outputs), torch.cat(sums, dim=1)
+
+
+def kernel_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, result: torch.Tensor,
+    sums: torch.Tensor, query_ends: torch.Tensor, key_ends: torch.Tensor, most_queries: int, most_keys: int,
+    before: int, behind: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    found: list[list[torch.Tensor]] = [[], [], []]
+    parts = kernel_scores(query, key, value, query_ends, key_ends, before, behind, scale)
+    groups = query.shape[1] // key.shape[1]
+    for (scores, k, v, place), q in zip(parts, query.split(query_ends.diff().tolist()), strict=True):
+        upstream, output = grad[place].transpose(0, 1), result[place].transpose(0, 1)
+        weights = (scores - sums[:, place, None]).exp()
+        of_scores = weights * (upstream @ v.transpose(1, 2) - (upstream * output).sum(-1, keepdim=True)) * scale
+        found[0].append((of_scores @ k).transpose(0, 1))
+        for place_of, left, right in ((1, of_scores, q.transpose(0, 1)), (2, weights, upstream)):
+            each = left.transpose(1, 2) @ right
+            found[place_of].append(each.unflatten(0, (-1, groups)).sum(1).transpose(0, 1))
+    of_query, of_key, of_value = map(torch.cat, found)
+    return of_query, of_key, of_value
+
+
+def kernel_scores(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_ends: torch.Tensor, key_ends: torch.Tensor,
+    before: int, behind: int, scale: float,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice]]:  # fmt: skip
+    """Masked scores, repeated keys and values [heads, tokens, size], and place among the queries, part by part."""
+    groups = query.shape[1] // key.shape[1]
+    parts = (itertools.pairwise(ends.tolist()) for ends in (query_ends, key_ends))
+    for (start, end), (first, last) in zip(*parts, strict=True):
+        q = query[start:end].transpose(0, 1)
+        k, v = (tensor[first:last].transpose(0, 1).repeat_interleave(groups, 0) for tensor in (key, value))
+        ahead = torch.arange(last - first) - torch.arange(end - start)[:, None] - (last - first) + (end - start)
+        seen = (ahead >= -before if before >= 0 else ahead == ahead) & (ahead <= behind if behind >= 0 else True)
+        assert seen.any(1).all()
+        yield (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf), k, v, slice(start, end)
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_pieces_are_what_the_kernel_takes(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel itself needs a GPU, and is compared there with the plain way before it is used."""
+    monkeypatch.setattr(flash_pieces, "flash_attention_forward", kernel_forward)
+    monkeypatch.setattr(flash_pieces, "flash_attention_backward", kernel_backward)
+    assert flash_pieces.agrees.__wrapped__(torch.device("cpu"), torch.float32, 2, 8)
+    monkeypatch.setattr(flash_pieces, "usable", lambda *_: True)
+    layer = Layer.drawn([9, 1, 30, 4, 25], 4, 2, Scoring(sight, 0.5), sinks=True)
+    found = [sum(parts) for parts in zip(*on_threads(3, layer.on_rank, monkeypatch), strict=True)]
+    for ours, plain in zip(found, layer.plain(), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+
+
+def test_a_kernel_that_gives_other_numbers_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unscaled(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found, sums = kernel_forward(*arguments)
+        return 2 * found, sums
+
+    monkeypatch.setattr(flash_pieces, "flash_attention_forward", unscaled)
+    monkeypatch.setattr(flash_pieces, "flash_attention_backward", kernel_backward)
+    assert not flash_pieces.agrees.__wrapped__(torch.device("cpu"), torch.float32, 2, 8)
+    assert "without FlashAttention on cpu: it gives other numbers" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
