@@ -64,12 +64,13 @@ def _both(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece], rule: Rule, 
     sums = torch.full(query.shape[:2], -torch.inf, device=query.device)
     (attend if flash else add_attention)(output, sums, query, key, value, pieces, rule)
     result = output.to(query.dtype)
-    grads = [torch.zeros(tensor.shape, device=query.device) for tensor in (query, key, value)]
+    of_query, of_key, of_value = (torch.zeros(tensor.shape, device=query.device) for tensor in (query, key, value))
     if flash:
-        attend_backward(*grads, grad, result, sums, query, key, value, pieces, rule)
+        attend_backward(of_query, of_key, of_value, grad, result, sums, query, key, value, pieces, rule)
     else:
-        add_gradients(*grads, grad, sums, (grad.float() * result).sum(-1), query, key, value, pieces, rule)
-    return [output, *grads]
+        products = (grad.float() * result).sum(-1)
+        add_gradients(of_query, of_key, of_value, grad, sums, products, query, key, value, pieces, rule)
+    return [output, of_query, of_key, of_value]
 
 
 def attend(
