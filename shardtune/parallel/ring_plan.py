@@ -29,6 +29,10 @@ class Piece(NamedTuple):
     key_end: int
     distance: int
 
+    def of_keys_from(self, first: int) -> Piece:
+        """The same with keys counted from this one."""
+        return Piece(self.query, self.query_end, self.key - first, self.key_end - first, self.distance)
+
 
 class Sight(NamedTuple):
     """What a layer's queries see of their document.
@@ -118,7 +122,7 @@ class RingPlan:
         source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
         pieces = list(self._pieces(self.rank, source, sight))
         first, end = _hull(pieces)
-        shifted = tuple(piece._replace(key=piece.key - first, key_end=piece.key_end - first) for piece in pieces)
+        shifted = tuple(piece.of_keys_from(first) for piece in pieces)
         return Step(source, target, end - first, _hull(self._pieces(target, self.rank, sight)), shifted)
 
     def _distances(self, sight: Sight) -> list[int]:
