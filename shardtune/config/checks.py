@@ -523,6 +523,13 @@ def _execution(context: Context) -> Iterator[ConfigError]:
             f"{actor.training_backend}, which {why}",
             "leave it out, or use actor.training_backend: fsdp",
         )
+    method = actor.parallel.sequence_method
+    if method != "auto" and actor.parallel.sequence == 1:
+        yield context.problem(
+            "actor.parallel.sequence_method",
+            f"actor.parallel.sequence_method ({method}) has no effect with actor.parallel.sequence: 1",
+            "leave it out, or set actor.parallel.sequence to the ranks that share each sequence",
+        )
     if actor.model.compile and actor.model.gradient_checkpointing == "selective":
         yield context.problem(
             "actor.model.gradient_checkpointing",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardtune.config.schema import ActorConfig
+from shardtune.config.schema import ActorConfig, SequenceMethod
 from shardtune.errors import ParallelError
 
 SECTION = "actor.parallel"
@@ -31,6 +31,7 @@ class Layout:
         sequence: ranks that share each sequence.
         tensor: ranks that share each matrix multiplication.
         expert: ranks over which a layer's experts are distributed.
+        sequence_method: how ranks share the attention of a sequence: ulysses | ring | auto.
         flat: whether FSDP1 shards, which cuts the concatenated parameters of a unit instead of each parameter's rows.
     """
 
@@ -39,6 +40,7 @@ class Layout:
     sequence: int = 1
     tensor: int = 1
     expert: int = 1
+    sequence_method: SequenceMethod = "auto"
     flat: bool = False
 
     @property
@@ -54,6 +56,12 @@ class Layout:
     def model_ranks(self) -> int:
         """Ranks that work on the same rows together."""
         return self.sequence * self.tensor
+
+    def rings(self, query_heads: int, key_value_heads: int) -> bool:
+        """Whether ranks share the attention of sequences by a ring: chosen, or because they do not divide the heads."""
+        if self.sequence == 1 or self.sequence_method != "auto":
+            return self.sequence > 1 and self.sequence_method == "ring"
+        return not divides(self.model_ranks, query_heads, key_value_heads)
 
     def __str__(self) -> str:
         sizes = {
@@ -87,7 +95,9 @@ class Layout:
             )
         outer = num_ranks // inner
         replicate, shard = _data_axes(actor, outer, num_ranks)
-        layout = cls(replicate, shard, parallel.sequence, parallel.tensor, parallel.expert, flat)
+        layout = cls(
+            replicate, shard, parallel.sequence, parallel.tensor, parallel.expert, parallel.sequence_method, flat
+        )
         layout._check_experts()
         layout._check_copies()
         return layout
@@ -110,6 +120,12 @@ class Layout:
                 where=_where("expert"),
                 remedy=f"set it to {nearest}, or use other ranks",
             )
+
+
+def divides(ranks: int, query_heads: int, key_value_heads: int) -> bool:
+    """Whether ranks can share the heads of attention; fewer of keys and values are repeated."""
+    fewer, more = sorted((ranks, key_value_heads))
+    return query_heads % ranks == 0 and more % fewer == 0
 
 
 def _check_flat(actor: ActorConfig) -> None:

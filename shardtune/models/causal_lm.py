@@ -24,7 +24,7 @@ from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import Row, TooLong
 from shardtune.data.loader.packing import NO_ROW, pack
-from shardtune.errors import ModelError
+from shardtune.errors import ModelError, ParallelError
 from shardtune.models.activation_checkpointing import checkpoint_arguments
 from shardtune.models.adapter import (
     AdapterRoot,
@@ -63,10 +63,13 @@ from shardtune.models.value_loss import VALUE, ValueLoss
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.sequence_parallel import TokenShare
 from shardtune.parallel.shard_units import choose_units, outermost
 from shardtune.parallel.tensor_parallel import Heads, check_heads
 
 BALANCE = "router_balance"
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+"""Names of the dropout on attention weights in configs of transformers."""
 
 
 class CausalLMSettings(TypedDict, total=False):
@@ -158,6 +161,7 @@ class CausalLM(LanguageModel):
         self._own_attention = ""
         self._attention = ""
         self._sequence: DeviceMesh | None = None
+        self._rings = False  # whether ranks that share sequences exchange keys and values instead of heads
         self._mixers, self._mixes, self._takes_places = Mixers(), False, False
         self._padding_changes: bool | None = None  # of prompts, once it has been computed
         self.packs = self._by_length = False
@@ -351,8 +355,36 @@ class CausalLM(LanguageModel):
         return replace(sample, input_ids=np.roll(other, 1) if len(set(other.tolist())) > 1 else other * 0)
 
     def check_layout(self, layout: Layout) -> None:
+        if layout.sequence > 1 and self._requested_attention not in ("auto", DOCUMENTS):
+            raise cannot_share_sequences(
+                f"a model with attn_implementation {self._requested_attention}", "its attention is not ours"
+            )
         if layout.tensor > 1 or layout.sequence > 1:
-            check_heads(self._heads(), layout.tensor, layout.sequence)
+            heads = self._heads()
+            if self.rings(layout):
+                check_heads(heads, layout.tensor, 1)
+                self._check_dropout()
+            else:
+                ring = ", or set actor.parallel.sequence_method: auto" if layout.sequence > 1 else ""
+                check_heads(heads, layout.tensor, layout.sequence, ring)
+
+    def rings(self, layout: Layout) -> bool:
+        """Whether ranks that share sequences send each other keys and values instead of heads."""
+        if layout.sequence == 1:
+            return False
+        heads = self._heads()
+        return layout.rings(heads.query, heads.key_value)
+
+    def _check_dropout(self) -> None:
+        """Refuse dropout on attention weights, which ring attention does not have."""
+        values = self.config.get_text_config().to_dict()
+        for name in ATTENTION_DROPOUT:
+            if values.get(name):
+                raise ParallelError(
+                    f"ring attention has no dropout on attention weights, and the model's {name} is {values[name]:g}",
+                    where="actor.parallel.sequence_method",
+                    remedy=f"set actor.model.config_overrides: {{{name}: 0.0}}, or use ranks that divide the heads",
+                )
 
     def _heads(self) -> Heads:
         values = self.config.get_text_config().to_dict()
@@ -373,6 +405,7 @@ class CausalLM(LanguageModel):
             if too_long:
                 raise cannot_share_sequences(type(model).__name__, too_long)
             self._sequence = ranks.sequence_mesh
+            self._rings = self.rings(layout)
         declared, heads = pretrained(model), self._heads() if layout.tensor > 1 else None
         return apply_model_parallel(model, declared.tp_plan, declared.ep_plan, ranks, heads)
 
@@ -392,6 +425,9 @@ class CausalLM(LanguageModel):
             self.one_row_per_forward(root.model)
         found = probe_packing(root, self, samples, device, dtype)
         self._packs_proved = self.packs
+        if self._rings:
+            heads = self._heads()
+            found.append(f"sequences are shared by ring attention ({heads.query} heads, {heads.key_value} of keys)")
         return [f"{too_long}: one row per forward", *found] if too_long else found
 
     def _beyond_packing(self) -> str:
@@ -450,8 +486,14 @@ class CausalLM(LanguageModel):
         """Noise on the embeddings of a training forward."""
         embeddings, part = pretrained(model).get_input_embeddings(), None
         if self._sequence is not None:
-            part = SequencePart.of(len(batch.input_ids), batch.target_positions, self._sequence)
+            part = SequencePart.of(self._share(batch, self._sequence), batch.target_positions)
         return embedding_noise(embeddings, batch, self.noise_alpha, part)
+
+    def _share(self, batch: PackedBatch, ranks: DeviceMesh) -> TokenShare:
+        """This rank's tokens of a micro-batch."""
+        if self._rings:
+            return TokenShare.in_ring(batch.cu_seqlens.tolist(), ranks)
+        return TokenShare.of(len(batch.input_ids), ranks)
 
     def target_logits(self, model: nn.Module, batch: PackedBatch) -> TeacherLogits:
         """The logits of a micro-batch's targets (of this rank, where ranks share sequences), computed when needed."""
@@ -493,7 +535,7 @@ class CausalLM(LanguageModel):
         arguments = {**self._with_routers}
         input_ids, position_ids, part = batch.input_ids, batch.position_ids, None
         if self._sequence is not None:
-            part = SequencePart.of(len(input_ids), positions, self._sequence)
+            part = SequencePart.of(self._share(batch, self._sequence), positions)
             arguments["token_share"] = part.share
             input_ids, position_ids, positions = part.cut(input_ids), part.cut(position_ids), part.positions
         if self.packs and self._takes_places:

@@ -18,6 +18,9 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from shardtune.errors import ParallelError
+from shardtune.parallel.ring_attention import Scoring, ring_attention
+from shardtune.parallel.ring_plan import Sight
 from shardtune.parallel.sequence_parallel import TokenShare, to_heads, to_tokens
 
 DOCUMENTS = "shardtune_documents"
@@ -58,7 +61,8 @@ def document_attention(
         is_causal: None: as the layer declares.
         cu_seq_lens_q: int32 [documents + 1].
         max_length_q: tokens in the longest document.
-        token_share: this rank's tokens under sequence parallelism. Heads are then exchanged for tokens.
+        token_share: this rank's tokens under sequence parallelism. Heads are then exchanged for tokens, or keys and
+            values come from other ranks (one row only).
 
     Returns:
         ([rows, tokens, heads, value_dim], None).
@@ -76,6 +80,8 @@ def document_attention(
         softcap=softcap,
         sinks=s_aux,
     )
+    if token_share is not None and token_share.ring is not None:
+        return _ring(query, key, value, token_share, settings), None
     rows = query.shape[0]
     if token_share is not None:
         # 4 heads and 8 tokens on 2 ranks: a rank has [rows, 4 heads, 4 tokens], exchanges it for [rows, 2 heads, 8
@@ -111,6 +117,19 @@ class _Settings:
 def _end_to_end(tensor: torch.Tensor) -> torch.Tensor:
     """[rows, heads, tokens, size] to [1, heads, rows * tokens, size]."""
     return tensor.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _ring(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: TokenShare, settings: _Settings
+) -> torch.Tensor:
+    if settings.dropout:
+        raise ParallelError(
+            f"ring attention has no dropout on attention weights ({settings.dropout:g})",
+            where="actor.parallel.sequence_method",
+            remedy="set the model's dropout of attention to 0 (actor.model.config_overrides)",
+        )
+    scoring = Scoring(Sight(settings.causal, settings.window), settings.scale, settings.softcap)
+    return ring_attention(query, key, value, share, scoring, settings.sinks)
 
 
 def _varlen(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardtune.parallel.collectives import sum_over
 from shardtune.parallel.sequence_parallel import TokenShare
@@ -30,15 +29,10 @@ class SequencePart:
     positions: torch.Tensor
 
     @classmethod
-    def of(cls, num_tokens: int, positions: torch.Tensor, ranks: DeviceMesh) -> SequencePart:
-        """The part of a forward of `num_tokens` in which `positions`, int64 [requested], are requested.
-
-        Args:
-            ranks: the mesh along the axis `sequence`.
-        """
-        share = TokenShare.of(num_tokens, ranks)
+    def of(cls, share: TokenShare, positions: torch.Tensor) -> SequencePart:
+        """The part of a forward in which `positions`, int64 [requested], are requested."""
         mine = share.mine(positions)
-        return cls(share, mine, positions[mine] - share.start)
+        return cls(share, mine, share.local(positions[mine]))
 
     def cut(self, tokens: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor [tokens]."""

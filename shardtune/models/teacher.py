@@ -61,7 +61,15 @@ def find_teacher(recipe: Recipe, adapter: Adapter) -> CausalLM:
     assert isinstance(teacher, CausalLM)
     difference = _difference(adapter.tokenizer, own, teacher.vocabulary) if own is not None else ""
     sizes = adapter.vocabulary, teacher.vocabulary
-    tensor = Layout.of(recipe.actor, num_ranks(recipe.runner)).tensor
+    layout = Layout.of(recipe.actor, num_ranks(recipe.runner))
+    tensor = layout.tensor
+    if adapter.rings(layout) != teacher.rings(layout):
+        raise ConfigError(
+            f"the heads of the model and those of the teacher {path} need different ways to share sequences among "
+            f"{layout.sequence} ranks",
+            where="actor.parallel.sequence_method",
+            remedy="set actor.parallel.sequence_method: ring",
+        )
     if not difference and sizes[0] != sizes[1] and (own is None or tensor > 1):
         difference = f"the model has {sizes[0]:,} logits, the teacher {sizes[1]:,}"
     if (top_k := recipe.actor.teacher.top_k or 0) > min(sizes):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
+from shardtune.config.rank_layout import divides
 from shardtune.errors import ParallelError
 from shardtune.parallel.adapted_layers import WHOLE, base_modules, share_adapter, trains_rows, without_adapter
 from shardtune.parallel.collectives import replicated_input
@@ -48,17 +49,21 @@ class Heads:
     size: int
 
 
-def check_heads(heads: Heads, tensor: int, sequence: int) -> None:
+def check_heads(heads: Heads, tensor: int, sequence: int, other: str = "") -> None:
     """Refuse sizes of the axes tensor and sequence that do not divide the heads.
+
+    Args:
+        heads: of the model.
+        tensor: size of that axis.
+        sequence: size of that axis, if its ranks exchange tokens for heads; otherwise 1.
+        other: another remedy.
 
     Raises:
         ParallelError: names the nearest size that does.
     """
 
     def fits(tensor: int, sequence: int) -> bool:
-        ranks = tensor * sequence
-        fewer, more = sorted((ranks, heads.key_value))
-        return heads.query % ranks == 0 and more % fewer == 0
+        return divides(tensor * sequence, heads.query, heads.key_value)
 
     if fits(tensor, sequence):
         return
@@ -69,7 +74,7 @@ def check_heads(heads: Heads, tensor: int, sequence: int) -> None:
         f"actor.parallel: {requested} ranks cannot share {heads.query} heads of queries and {heads.key_value} of keys "
         "and values",
         where=WHERE if tensor > 1 else "actor.parallel.sequence",
-        remedy=f"the nearest that fits is tensor {nearest[0]}, sequence {nearest[1]}",
+        remedy=f"the nearest that fits is tensor {nearest[0]}, sequence {nearest[1]}{other}",
     )
 
 

@@ -262,6 +262,54 @@ def open_group_of_one(num_ranks: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
 
 
+def flash_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    before: int,
+    behind: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results [queries, heads, size] and sums [heads, queries] of FlashAttention over packed queries and keys.
+
+    `varlen_attn` gives both too, but its backward pass knows only the keys of this call; a ring's needs the sums of
+    all. To be replaced by a public backward pass that takes them.
+    """
+    found = torch.ops.aten._flash_attention_forward(
+        query, key, value, query_ends, key_ends, most_queries, most_keys, 0.0, (before, behind) == (-1, 0), False,
+        scale=scale, window_size_left=before, window_size_right=behind,
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def flash_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    result: torch.Tensor,
+    sums: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    before: int,
+    behind: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values, for results and sums that may be those of more keys than these."""
+    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout
+    return torch.ops.aten._flash_attention_backward(
+        grad, query, key, value, result, sums, query_ends, key_ends, most_queries, most_keys, 0.0,
+        (before, behind) == (-1, 0), unused, unused.new_empty(0), scale=scale,
+        window_size_left=before, window_size_right=behind,
+    )  # fmt: skip
+
+
 def collectives_issued() -> int:
     """The number of collectives that this process has called so far, in all of its groups.
 

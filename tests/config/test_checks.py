@@ -63,6 +63,10 @@ EVAL = "data.eval_data_paths=eval.jsonl"
             ["actor.optim.state_dtype=int8", "actor.training_backend=fsdp1"],
             "does not work with actor.training_backend: fsdp1",
         ),
+        (
+            ["actor.parallel.sequence_method=ring"],
+            "sequence_method (ring) has no effect with actor.parallel.sequence: 1",
+        ),
         (["actor.fsdp_config.prefetch=2", "actor.training_backend=ddp"], "which has nothing to gather"),
         (["actor.fsdp_config.prefetch=2", "actor.training_backend=fsdp1"], "which gathers in its own way"),
         (

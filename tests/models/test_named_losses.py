@@ -151,7 +151,11 @@ def test_each_equals_a_plain_loop_on_one_rank_and_on_two(tmp_path: Path, ranks: 
     found = [*enumerate(alone)]
     if ranks == 2:
         divided = [(0, "sequence"), (2, "sequence"), (0, "tensor"), (1, "tensor"), (4, "tensor")]
-        further = [{**recipes[n], "actor": {**recipes[n]["actor"], "parallel": {axis: 2}}} for n, axis in divided]
+        parallel = [(n, {axis: 2}) for n, axis in divided]
+        rings = [0, 2]
+        parallel += [(n, {"sequence": 2, "sequence_method": "ring"}) for n in rings]
+        divided += [(n, "ring") for n in rings]
+        further = [{**recipes[n], "actor": {**recipes[n]["actor"], "parallel": sizes}} for n, sizes in parallel]
         on_two = run_ranks(run_recipes, 2, [*recipes, *further])[0]
         assert (stored / "done.json").stat().st_mtime_ns == written  # the ranks read what one process has written
         shutil.rmtree(stored)
@@ -229,6 +233,16 @@ def test_a_teacher_with_another_vocabulary_or_other_weights_is_refused_before_ra
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (other / name).unlink()
     assert hooks(values).teacher is not None  # the sizes are the same, and nothing else is known
+
+
+def test_a_teacher_shares_sequences_as_the_model_does(tmp_path: Path) -> None:
+    model, teacher = save_model("three_heads", tmp_path / "model"), save_model("dense", tmp_path / "teacher")
+    values = recipe(model, save_rows(tmp_path / "rows.jsonl", 1), runner__nproc_per_node=2)
+    values["actor"] |= {"loss": "distill", "teacher": {"model_path": str(teacher)}, "parallel": {"sequence": 2}}
+    with pytest.raises(ConfigError, match=r"need different ways to share sequences among 2 ranks"):
+        hooks(values)
+    values["actor"]["parallel"]["sequence_method"] = "ring"
+    assert hooks(values).teacher is not None
 
 
 def hooks(values: Mapping[str, Any]) -> Hooks:

@@ -7,14 +7,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dist.layouts import ADAPTED, ADAPTED_EXPERTS, EXPERTS, LAYOUTS, LaidOut, LayoutRuns
+from tests.support.dist.layouts import (
+    ADAPTED,
+    ADAPTED_EXPERTS,
+    EXPERTS,
+    LAYOUTS,
+    RING,
+    RINGS,
+    LaidOut,
+    LayoutRuns,
+    parallel,
+)
 from tests.support.dist.parity import EXACT
 
 pytestmark = pytest.mark.lengthy
 
 SOME = ("DDP-2", "HSDP 2 x 2-4", "FSDP 2 x TP 2-4", "FSDP 2 x SP 2-4", "offload-2", "LoRA, TP 2-2")
 SOME_EXPERTS = ("FSDP 2 x EP 2-4", "TP 2 x EP 4-4", "LoRA, EP 2-2")
+OF_HEADS = (LaidOut("heads do not divide", 2, parallel(sequence=2)), *RINGS[1:4])
+WITH_TENSOR = LaidOut("ring 2 x TP 2", 4, parallel(sequence=2, tensor=2) | RING)
 CASES = [
+    pytest.param("three_heads", OF_HEADS, id="ring, three heads"),
+    pytest.param("one_head", RINGS, id="ring, one head", marks=pytest.mark.slow),
+    pytest.param("two_heads", RINGS, id="ring, two heads", marks=pytest.mark.slow),
+    pytest.param("mistral", (*RINGS, WITH_TENSOR), id="ring, windows", marks=pytest.mark.slow),
+    pytest.param("gemma", RINGS, id="ring, windows in some layers", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", (RINGS[0], RINGS[5]), id="ring, experts", marks=pytest.mark.slow),
     pytest.param("dense", [layout for layout in (*LAYOUTS, *ADAPTED) if str(layout) in SOME], id="dense"),
     pytest.param(
         "qwen3_moe", [each for each in (*EXPERTS, *ADAPTED_EXPERTS) if str(each) in SOME_EXPERTS], id="experts"

@@ -164,6 +164,16 @@ def test_the_layout_may_change_between_two_commands(tmp_path: Path) -> None:
             ],
             id="experts",
         ),
+        pytest.param(
+            "three_heads",
+            [
+                Segment(2, {"sequence": 2}),
+                Segment(3, {"sequence": 3}),
+                Segment(3, {"sequence": 3}, ["actor.parallel.sequence_method=ring"]),
+                Segment(1),
+            ],
+            id="ring",
+        ),
     ],
 )
 def test_the_layout_may_change_at_every_command(tmp_path: Path, kind: str, segments: list[Segment]) -> None:
@@ -188,10 +198,12 @@ def test_the_layout_of_an_adapter_may_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_layers_share_sequences(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_compiled_layers_share_sequences(tmp_path: Path, method: str) -> None:
     """To fp32's rounding, as a compiler fuses operations."""
     job = Job.make(tmp_path, "dense", precision="fp32")
-    ended = job.train("compiled", STEPS, Segment(2, {"sequence": 2}, ["actor.model.compile=true"]))
+    keys = ["actor.model.compile=true", f"actor.parallel.sequence_method={method}"]
+    ended = job.train("compiled", STEPS, Segment(2, {"sequence": 2}, keys))
     assert ended.returncode == 0, ended.stderr[-3000:]
     ours, others = logged(job.run("compiled")), logged(job.uninterrupted(STEPS))
     assert ours.keys() == others.keys()

@@ -3,7 +3,14 @@
 The descriptions are the configuration reference: `python -m shardtune.config.reference` prints them as a page.
 """
 
-from shardtune.config.schema.actor import ActorConfig, FsdpConfig, OptimConfig, ParallelConfig, ParameterGroup
+from shardtune.config.schema.actor import (
+    ActorConfig,
+    FsdpConfig,
+    OptimConfig,
+    ParallelConfig,
+    ParameterGroup,
+    SequenceMethod,
+)
 from shardtune.config.schema.data import AuditConfig, DataConfig, DataEntry
 from shardtune.config.schema.evaluation import EvalConfig
 from shardtune.config.schema.key_names import (
@@ -48,6 +55,7 @@ __all__ = [
     "RayConfig",
     "Recipe",
     "RunnerConfig",
+    "SequenceMethod",
     "Spelling",
     "TokenizerConfig",
     "ValueHeadConfig",

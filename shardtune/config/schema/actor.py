@@ -81,11 +81,20 @@ class OptimConfig(Section):
     min_lr: Number = key(0.0, "The rate at the last step and after it.", ge=0)
 
 
+SequenceMethod = Literal["auto", "ulysses", "ring"]
+"""How ranks share the attention of a sequence."""
+
+
 class ParallelConfig(Section):
     data_replicate: RankCount = key(1, "Copies of the sharded model (HSDP).")
     data_shard: CountOrUnlimited = key(-1, "Ranks over which each copy is sharded; -1: all that are left.")
     tensor: RankCount = key(1, "Ranks that share each matrix multiplication.")
     sequence: RankCount = key(1, "Ranks that share each sequence.")
+    sequence_method: SequenceMethod = key(
+        "auto",
+        "How these ranks share attention; ulysses: they exchange tokens for heads, which they must divide; ring: keys "
+        "and values go from rank to rank; auto: ulysses where the ranks divide the heads, otherwise ring.",
+    )
     expert: RankCount = key(1, "Ranks over which a layer's experts are distributed.")
 
 

@@ -118,7 +118,9 @@ def layer_activations(shape: ModelShape, setting: Setting) -> float:
     their product. Norms are not cut among tensor ranks.
     """
     compute, tensor = setting.compute, setting.layout.tensor
-    kv = max(shape.kv_width, shape.head_size * tensor, shape.head_size * setting.layout.sequence)
+    ring = setting.layout.rings(shape.heads, shape.kv_heads)
+    repeated = tensor if ring else max(tensor, setting.layout.sequence)
+    kv = max(shape.kv_width, shape.head_size * repeated)
     norms = 2 * shape.width * norm_bytes(setting)
     attention = compute * (2 * shape.query_width + 2 * kv) + 4 * shape.heads
     if shape.head_norms:

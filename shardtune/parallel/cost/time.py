@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardtune.parallel.cost.memory import memory
 from shardtune.parallel.cost.shape import ModelShape, Setting, Work
-from shardtune.parallel.cost.traffic import Exchange, traffic
+from shardtune.parallel.cost.traffic import RING, Exchange, traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Machine:
         on_a_node = max(1, self.per_node // exchange.stride)
         passes = 2 if exchange.kind == "all_reduce" else 1
         hops = exchange.calls * passes * (math.ceil(exchange.ranks / on_a_node) - 1)
-        if exchange.kind == "all_to_all":  # every rank sends to every other, by its own link
+        if exchange.kind in ("all_to_all", "to_one"):  # every rank sends by its own link
             return exchange.sent / (self.outside * self.link_share) + exchange.calls * self.hop
         rate = min(self.inside, self.outside * on_a_node)
         return exchange.sent / (rate * self.link_share) + hops * self.hop
@@ -86,16 +86,29 @@ def operations(shape: ModelShape, setting: Setting, work: Work) -> float:
     """Of a rank in a step, what checkpointing computes again included."""
     tokens = work.tokens * work.micro_batches / setting.layout.model_ranks
     layers = shape.multiplied - shape.embedding
-    attention = shape.layers * shape.query_width * work.length  # 2 products, half of the row
     passes = 8 if setting.gradient_checkpointing is True else 6  # selective computes no product again
-    return tokens * (passes * (layers + attention) + 6 * shape.embedding)
+    return tokens * (passes * layers + 6 * shape.embedding) + attention_operations(shape, setting, work)
+
+
+def attention_operations(shape: ModelShape, setting: Setting, work: Work) -> float:
+    """The share of attention in them."""
+    tokens = work.tokens * work.micro_batches / setting.layout.model_ranks
+    again = setting.gradient_checkpointing is True or (
+        bool(setting.gradient_checkpointing) and setting.layout.rings(shape.heads, shape.kv_heads)
+    )
+    return tokens * (8 if again else 6) * shape.layers * shape.query_width * work.length  # 2 products, half of the row
 
 
 def time(shape: ModelShape, setting: Setting, work: Work, machine: Machine) -> Time:
-    """Of a step. Gathering overlaps with computing; reducing only with the backward pass that it belongs to."""
+    """Of a step. Gathering overlaps with computing; reducing only with the backward pass that it belongs to; a ring's
+    keys and values with attention."""
     compute = operations(shape, setting, work) / (machine.flops * machine.flops_share)
     exchanges = traffic(shape, setting, work)
-    exposed = sum(machine.seconds(each) for each in exchanges if each.axis not in ("shard", "replicate"))
+    exposed = sum(
+        machine.seconds(each) for each in exchanges if each.axis not in ("shard", "replicate") and each.what != RING
+    )
+    ring = sum(machine.seconds(each) for each in exchanges if each.what == RING)
+    exposed += max(0.0, ring - attention_operations(shape, setting, work) / (machine.flops * machine.flops_share))
     gather = sum(machine.seconds(each) for each in exchanges if each.what == "weights")
     reduce = sum(machine.seconds(each) for each in exchanges if each.what.startswith("gradients"))
     plain = memory(shape, replace(setting, cpu_offload=False, reduce="every"), work)

@@ -10,6 +10,8 @@ from typing import Literal
 from shardtune.parallel.cost.memory import LOGITS_PER_CHUNK
 from shardtune.parallel.cost.shape import ModelShape, Parts, Setting, Work
 
+RING = "keys and values"
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
@@ -26,7 +28,7 @@ class Exchange:
     """
 
     what: str
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "to_one"]
     axis: str
     ranks: int
     stride: int
@@ -36,6 +38,8 @@ class Exchange:
     @property
     def sent(self) -> float:
         """Bytes that a rank sends, and as many that it receives, in rings."""
+        if self.kind == "to_one":
+            return self.payload
         passes = 2 if self.kind == "all_reduce" else 1
         return passes * self.payload * (self.ranks - 1) / self.ranks
 
@@ -91,13 +95,35 @@ def _tensor(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchang
 
 
 def _sequence(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchange]:
-    """Queries, keys, values and results, from a part of the tokens to a part of the heads and back."""
+    """Queries, keys, values and results, from a part of the tokens to a part of the heads and back; or the keys and
+    values of other ranks' tokens, twice, and their gradients once."""
     layout = setting.layout
     tokens = work.tokens / layout.sequence
+    if layout.rings(shape.heads, shape.kv_heads):
+        kv = max(shape.kv_width // layout.tensor, shape.head_size)
+        passes = work.micro_batches * shape.layers * (4 if setting.gradient_checkpointing else 3)
+        steps = ring_steps(work.tokens, work.length, layout.sequence)
+        each = ring_tokens(work.tokens, work.length, layout.sequence) * setting.compute * 2 * kv
+        yield Exchange(RING, "to_one", "sequence", layout.sequence, layout.tensor, passes * steps, passes * each)
+        return
     kv = max(shape.kv_width // layout.tensor, shape.head_size * layout.sequence)
     passes = work.micro_batches * shape.layers * (3 if setting.gradient_checkpointing else 2)
     each = tokens * setting.compute * (2 * shape.query_width / layout.tensor + 2 * kv)
     yield Exchange("heads", "all_to_all", "sequence", layout.sequence, layout.tensor, 4 * passes, passes * each)
+
+
+def ring_tokens(tokens: float, length: float, ranks: int) -> float:
+    """Tokens whose keys a rank receives for a layer of packed rows of this length, the mean over ranks.
+
+    Half of a row lies before each of a rank's two chunks, which are neighbours on the last rank; of one row as long as
+    the micro-batch, all that is before the later chunk, without the other.
+    """
+    return min(length, 0.75 * tokens) * (ranks - 1) / ranks
+
+
+def ring_steps(tokens: float, length: float, ranks: int) -> int:
+    """Exchanges of a layer's forward pass: a row reaches so many chunks back, in two directions."""
+    return min(ranks - 1, 2 * math.ceil(2 * ranks * length / tokens))
 
 
 def _expert(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchange]:

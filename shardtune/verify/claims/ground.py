@@ -24,6 +24,7 @@ ONE_PROCESS: Mapping[str, object] = {
     "actor.parallel.data_shard": -1,
     "actor.parallel.tensor": 1,
     "actor.parallel.sequence": 1,
+    "actor.parallel.sequence_method": "auto",
     "actor.parallel.expert": 1,
 }
 """The model as one process computes it without further ado."""

@@ -63,7 +63,11 @@ SWITCHES = (
         {"actor.fsdp_config.cpu_offload": False},
         "something reads or writes weights or gradients outside of the forward: it finds them elsewhere here",
     ),
-    _parallel("sequence", "actor.parallel.sequence"),
+    Switch(
+        "sequence",
+        {"actor.parallel.sequence": 1, "actor.parallel.sequence_method": "auto"},
+        "set actor.parallel.sequence: 1, and report the model: what its ranks share is put together wrongly",
+    ),
     _parallel("tensor", "actor.parallel.tensor"),
     _parallel("expert", "actor.parallel.expert"),
     Switch(

@@ -93,6 +93,7 @@ EXPERTS = (
     LaidOut("SP 2", 2, parallel(sequence=2)),
     LaidOut("EP 2 x SP 2", 4, parallel(expert=2, sequence=2)),
 )
+RING = {f"{PARALLEL}sequence_method": "ring"}
 LORA: dict[str, Any] = {"actor__model__is_lora": True}
 ADAPTED = (
     LaidOut("LoRA", 1, LORA),
@@ -113,6 +114,20 @@ ADAPTED_EXPERTS = (
     LaidOut("LoRA, EP 2 x SP 2", 4, LORA | parallel(expert=2, sequence=2)),
     LaidOut("LoRA, EP 2, checkpointing", 2, LORA | parallel(expert=2) | {"actor__model__gradient_checkpointing": True}),
 )
+RINGS = (
+    LaidOut("ring 2", 2, parallel(sequence=2) | RING),
+    LaidOut("ring 2, checkpointing", 2, parallel(sequence=2) | RING | {"actor__model__gradient_checkpointing": True}),
+    LaidOut(
+        "ring 2, selective checkpointing",
+        2,
+        parallel(sequence=2) | RING | {"actor__model__gradient_checkpointing": "selective"},
+    ),
+    LaidOut("LoRA, ring 2", 2, LORA | parallel(sequence=2) | RING),
+    LaidOut("ring 4", 4, parallel(sequence=4) | RING),
+    LaidOut("FSDP 2 x ring 2", 4, parallel(sequence=2) | RING),
+    LaidOut("HSDP 2 x ring 2", 4, parallel(data_replicate=2, sequence=2) | RING),
+)
+"""For models of any number of heads."""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ SIZES: Mapping[str, Any] = {
 }
 VOCABULARY = 264
 """Some more than the tokenizer has."""
+HEADS = {"one_head": 1, "two_heads": 2, "three_heads": 3}
+"""Models of few heads of queries, and one of keys and values."""
 LOGIT_ROWS = 3
 """Evaluation rows whose logits are kept."""
 ROWS = 33
@@ -77,6 +79,9 @@ def model_config(kind: str, vocabulary: int, **changes: Any) -> PreTrainedConfig
     sizes = {**SIZES, "vocab_size": vocabulary, "eos_token_id": 257, **changes}
     if kind == "dense":
         return Qwen2Config(**{"tie_word_embeddings": True, **sizes})
+    if kind in HEADS:
+        heads = {"num_attention_heads": HEADS[kind], "num_key_value_heads": 1, "hidden_size": 8 * HEADS[kind]}
+        return Qwen2Config(**{"tie_word_embeddings": True, **sizes, **heads})
     if kind == "mistral":
         return MistralConfig(**{"sliding_window": 8, "tie_word_embeddings": False, **sizes})
     if kind == "gemma":
