@@ -513,6 +513,8 @@ def in_other_ways(family: str, folder: Path, precision: str) -> dict[str, Any]:
     for name, changes in (("otherwise", otherwise(config)), ("dropped", without_attention(config))):
         if not changes:
             continue
+        if config.model_type != family:  # a decoder made from the config of a larger model is saved with its own part
+            changes = {f"text_config.{key}": value for key, value in changes.items()}
         try:
             found[name] = with_settings(family, changes, folder / name, precision)
         except Impossible:
@@ -540,7 +542,8 @@ def with_settings(family: str, changes: Mapping[str, Any], folder: Path, precisi
         model = {"gradient_checkpointing": start.supports_gradient_checkpointing}
         values = changed(material.values, runner={"max_steps": OTHER_STEPS}, actor={"model": model})
         ours = by_shardtune(values, sharded=True)
-        routers = [balance_of(one) for one in ours.samples] if changes.get("output_router_logits") else []
+        balanced = any(key.endswith("output_router_logits") for key in changes)
+        routers = [balance_of(one) for one in ours.samples] if balanced else []
         return relative(ours.numbers, trained(start, material.rows(ours), OTHER_STEPS, routers))
 
 
