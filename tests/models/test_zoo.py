@@ -137,7 +137,7 @@ def test_half_precision_that_a_models_code_does_not_take_is_refused(family: str,
     """Their code adds buffers, which are in fp32 here, to activations, or takes some weights in fp32 alone; xLSTM's
     meets two dtypes in plain transformers too."""
     values = changed(decoder(family, tmp_path, FP32).values, actor={"model": {"precision": "bf16"}})
-    with pytest.raises(ModelError, match=r"in half precision: RuntimeError: .* actor\.model\.precision: fp32"):
+    with pytest.raises(ModelError, match=r"(?s)in half precision: RuntimeError: .* actor\.model\.precision: fp32"):
         by_shardtune(values)
     ours = by_shardtune(changed(values, actor={"model": {"precision": "fp32"}}, runner={"max_steps": 1}))
     assert len(ours.numbers) == 2

@@ -367,8 +367,10 @@ def building() -> Iterator[None]:
         raise Impossible(f"{type(error).__name__}: {one_line(error)}") from error
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).replace("|", "/").split())[:220]
+def one_line(error: Exception, place: Path | None = None) -> str:
+    """The beginning of a message, without the name of the directory where it happened."""
+    text = str(error) if place is None else str(error).replace(str(place), "its directory")
+    return " ".join(text.replace("|", "/").split())[:220]
 
 
 def text_rows() -> list[dict[str, str]]:
@@ -622,7 +624,7 @@ def tried(
     except Impossible as error:
         return Result(kind, family, IMPOSSIBLE, reason=str(error))
     except ShardtuneError as error:
-        reason = one_line(error).replace(str(place), "its directory")
+        reason = one_line(error, place)
         return again(error) or Result(kind, family, REFUSED, reason=reason)
     except (RuntimeError, TypeError, ValueError) as error:
         return again(error) or crashed(kind, family, error)
