@@ -87,10 +87,10 @@ def test_values_are_those_of_the_library(tmp_path: Path, way: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_a_model_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
     form, weights, _ = WAYS["4 bits in groups"]
-    weights = {**weights, "group_size": 8}
+    weights = {**weights, "group_size": 4}
 
     def coder(name: str, weight: torch.Tensor) -> quantized.Tensors:
-        blocks = (weight.shape[0], weight.shape[1] // 8)
+        blocks = (weight.shape[0], weight.shape[1] // 4)
         made = coded(form, weights, blocks, weight)[0]
         return {f"{name.removesuffix('weight')}{key}": tensor for key, tensor in made.items()}
 
