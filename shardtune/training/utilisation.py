@@ -32,7 +32,7 @@ def _share(name: str, parameter: nn.Parameter, experts: Experts | None) -> float
     """The part of a parameter that a token is multiplied with: of experts those that it is sent to."""
     if experts is None:
         return 1.0
-    stacked = parameter.dim() == 3 and parameter.shape[0] == experts.number
+    stacked = parameter.dim() == 3 and parameter.shape[0] == experts.number and parameter.shape[1] > 1  # no convolution
     return experts.mean / experts.number if stacked or _STACKED in name else 1.0
 
 
