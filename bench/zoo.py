@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,13 +45,36 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from results import machine, table, write_section  # noqa: E402
 
-from tests.support.zoo import CAUSAL, CRASHED, HOW, IMAGES, IMPOSSIBLE, REFUSED, WRONG, Result, tried  # noqa: E402
+from tests.support.zoo import (  # noqa: E402
+    BY_DOCUMENT,
+    BY_LENGTH,
+    CAUSAL,
+    CRASHED,
+    HOW,
+    IMAGES,
+    IMPOSSIBLE,
+    ONE_ROW,
+    PACKED,
+    REFUSED,
+    WRONG,
+    Result,
+    tried,
+)
 
 CPU_SECONDS, WALL_SECONDS = 90, 900
 """Limits of one architecture."""
 LIST = ROOT / "shardtune" / "models" / "architectures.json"
 RESULTS = ROOT / "build" / "zoo.jsonl"
 FAMILIES = {CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, IMAGES: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+WHY = {
+    "torchvision": "have processors that need torchvision, which is not installed here",
+    "has a text of its own": "are encoders and decoders",
+    "no causal language model": "are saved by transformers under a name that it does not load",
+    "fails": "fail in transformers' own forward of what its processor makes",
+    "row by row": "have processors whose output cannot be followed row by row",
+}
+"""What is in the way of those that are refused, by a part of the message."""
+OTHERS = "for other reasons"
 WAYS = (*HOW, REFUSED, IMPOSSIBLE, WRONG, CRASHED)
 INTRODUCTION = """\
 Every architecture that transformers registers for `AutoModelForCausalLM` and `AutoModelForImageTextToText`, tiny, from
@@ -64,10 +88,11 @@ two greedy continuations, by shardtune in one batch; *LoRA* losses, norms, weigh
 PEFT. Of decoders also: *otherwise*, with embeddings tied the other way, the router's balance loss and a sliding window
 switched on, sharded by FSDP2 over a group of one rank and recomputed in the backward pass; *dropped*, with all of
 attention dropped out, where the config has such a probability. *bf16* is the first loss in bf16, against fp64. All are
-largest relative differences; exact is below 1e-6 (*final* 1e-5; *bf16* 0.05; in `fp64` 1e-4, in `fp32` 1e-2). Where a
-number of fp64 throughout is above 1e-14, the model's constructor makes a constant in the dtype of its weights (Gemma's
-scale of embeddings), which is rounded to float32 in shardtune and not in transformers. `shardtune models` lists the
-exact ones."""
+largest relative differences; exact is below 1e-6 (*final* 1e-5; *bf16* 0.05; in `fp64` 1e-4, in `fp32` 1e-2). In bf16
+shardtune casts all weights and keeps buffers in float32. The code of XGLM, MiniMax and GPT-1 adds such buffers to
+activations and then takes one dtype alone, that of Inkling 2 takes its router's weights in float32 alone (plain
+transformers keeps what each needs in `from_pretrained`), and that of xLSTM meets two dtypes in plain transformers too:
+these are refused in bf16, by a message that names fp32. `shardtune models` lists the exact ones."""
 HEADS = (
     "architecture", "trains", "numbers", "alone", "final", "answers", "LoRA", "otherwise", "dropped", "bf16", "why",
 )  # fmt: skip
@@ -114,6 +139,24 @@ def stored(file: Path) -> dict[Key, Result]:
     return {(one["kind"], one["family"]): Result(**one) for one in ours}
 
 
+def sentence(results: Sequence[Result]) -> str:
+    """How many there are of each, in words."""
+    count = {way: sum(result.how == way for result in results) for way in WAYS}
+    exact = sum(count[way] for way in HOW)
+    why = Counter(
+        next((words for part, words in WHY.items() if part in result.reason), OTHERS)
+        for result in results
+        if result.how == REFUSED
+    )
+    refused = "; ".join(f"{number} {words}" for words, number in why.most_common())
+    return (
+        f"Of {len(results)} architectures {exact} are exact: {count[PACKED]} packed, {count[BY_DOCUMENT]} packed with "
+        f"their layers that have a state run row by row, {count[BY_LENGTH]} by length, {count[ONE_ROW]} one row at a "
+        f"time. {count[REFUSED]} are refused before training ({refused}), {count[IMPOSSIBLE]} cannot be made small or "
+        f"offline here, {count[WRONG]} are wrong and {count[CRASHED]} crash."
+    )
+
+
 def summary(results: Sequence[Result]) -> str:
     """How many architectures came out in each way, by kind."""
     ways = [way for way in WAYS if any(result.how == way for result in results) or way in (WRONG, CRASHED)]
@@ -151,7 +194,7 @@ def write_down(results: Sequence[Result]) -> None:
         for kind in FAMILIES
     ]
     largest = f"Largest difference of an exact one, without *final*: {worst.largest:.0e} ({worst.family})."
-    counted = f"{summary(results)}\n\n{largest}"
+    counted = f"{sentence(results)}\n\n{summary(results)}\n\n{largest}"
     write_section("architectures", "\n\n".join([INTRODUCTION, counted, *parts, f"{machine()}."]))
     known: dict[str, Any] = {"transformers": transformers.__version__}
     for kind in FAMILIES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,15 @@ from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
 from shardtune.checkpoint.weight_files import WeightTensor, find_weights
 from shardtune.config.hub_name import split_revision
 from shardtune.errors import ModelError
-from shardtune.models.lora.attach import ADAPTER, BaseTensor, adapter_config, base_tensors, lora_layers, token_rows
+from shardtune.models.lora.attach import (
+    ADAPTER,
+    BaseTensor,
+    adapter_config,
+    base_tensors,
+    lora_layers,
+    saved_whole,
+    token_rows,
+)
 from shardtune.models.lora.init import INITIAL, merged, with_rows
 from shardtune.parallel.meta_init import shard_of
 
@@ -44,7 +52,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, str]:
     )
     names = {id(tensor): name for name, tensor in stand_ins.items()}
     found = {PREFIX + key: names[id(tensor)] for key, tensor in chosen.items()}
-    in_full: Collection[str] = getattr(adapter_config(model), "modules_to_save", None) or ()
+    in_full = saved_whole(adapter_config(model))
     first: dict[int, str] = {}  # a shared parameter is listed under its first name
     for target in base_tensors(model):
         own_name = first.setdefault(id(target.tensor), target.own_name)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,30 @@ _ALIGNMENT = 64
 """Bytes; that of torch's own memory."""
 
 
+class ReadInParts(ABC):
+    """A tensor that is not in memory, of which any block can be read."""
+
+    __slots__ = ()
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Fills `target` (any dtype, any device) with the block of its shape that begins at `offsets`."""
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor, on the CPU, in its dtype."""
+        return self.read_slice((0,) * len(self.shape), self.shape)
+
+    def read_slice(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """The block of shape `sizes` whose first element is at `offsets`, on the CPU, in the tensor's dtype."""
+        block = torch.empty(tuple(sizes), dtype=self.dtype)
+        self.read_into(block, offsets)
+        return block
+
+
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(ReadInParts):
     """The place of a tensor on disk.
 
     Attributes:
@@ -63,18 +86,7 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def read(self) -> torch.Tensor:
-        """The whole tensor, on the CPU, in the dtype on disk."""
-        return self.read_slice((0,) * len(self.shape), self.shape)
-
-    def read_slice(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The block of shape `sizes` whose first element is at `offsets`, on the CPU, in the dtype on disk."""
-        block = torch.empty(tuple(sizes), dtype=self.dtype)
-        self.read_into(block, offsets)
-        return block
-
     def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
-        """Fills `target` (any dtype, any device) with the block of its shape that begins at `offsets`."""
         if target.numel() == 0:
             return
         with _opened(self.file) as descriptor:

@@ -60,7 +60,7 @@ from shardtune.models.sequence_part import SequencePart
 from shardtune.models.source_losses import TargetLosses
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.models.value_loss import VALUE, ValueLoss
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.sequence_parallel import TokenShare
@@ -234,7 +234,7 @@ class CausalLM(LanguageModel):
                 return pretrained(self._make())
             return self._auto.from_config(
                 self.config,
-                dtype=torch.float32,
+                dtype=MASTER_DTYPE[self._precision],
                 attn_implementation=implementation,
                 trust_remote_code=self._trust_remote_code,
             )

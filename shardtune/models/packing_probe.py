@@ -13,6 +13,7 @@ from torch.distributed import DistError
 from shardtune.batch import PackedBatch, Sample
 from shardtune.errors import ModelError
 from shardtune.models.adapter import LanguageRoot
+from shardtune.models.mixed_precision import HALF
 
 LONGEST = 2048
 """Tokens of a row that the probe computes."""
@@ -89,7 +90,7 @@ def probe_packing(
 def _choose(
     root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    reference = [_own_logits(root, adapter, row, device) for row in rows]
+    reference = [_own_logits(root, adapter, row, device, dtype) for row in rows]
     notes = []
 
     def alone() -> bool:
@@ -133,7 +134,7 @@ def _choose(
             if obstacle == DIFFERS_FROM_EAGER:
                 notes.append(obstacle)
             elif obstacle:
-                raise _cannot_compute(root, rows[0], obstacle)
+                raise _cannot_compute(root, rows[0], obstacle, dtype)
     if not adapter.packs and adapter.share_by_length(True):
         if _obstacle(lambda: _batches(root, adapter, rows[0], reference[0], device, dtype), "differs"):
             adapter.share_by_length(False)
@@ -142,7 +143,9 @@ def _choose(
     return notes
 
 
-def _own_logits(root: LanguageRoot, adapter: Choices, row: Sample, device: torch.device) -> torch.Tensor:
+def _own_logits(
+    root: LanguageRoot, adapter: Choices, row: Sample, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
     """The logits of transformers' own forward of a row alone.
 
     Raises:
@@ -153,14 +156,19 @@ def _own_logits(root: LanguageRoot, adapter: Choices, row: Sample, device: torch
     except (*NOT_THE_MODELS, ModelError):
         raise
     except Exception as error:  # a model's code is third-party and may raise anything
-        raise _cannot_compute(root, row, _named(error)) from error
+        raise _cannot_compute(root, row, _named(error), dtype) from error
 
 
-def _cannot_compute(root: LanguageRoot, row: Sample, reason: str) -> ModelError:
+def _cannot_compute(root: LanguageRoot, row: Sample, reason: str, dtype: torch.dtype) -> ModelError:
+    half = dtype in HALF
     return ModelError(
-        f"transformers' own forward of one row of {row.length} tokens fails: {reason}",
-        where=f"{type(root.model).__name__}",
-        remedy="the same call fails without shardtune: use a version of transformers, or packages, with which it works",
+        f"transformers' own forward of one row of {row.length} tokens fails{' in half precision' if half else ''}: "
+        f"{reason}",
+        where=f"{type(root.model).__name__}" + ("; actor.model.precision" if half else ""),
+        remedy="train it with actor.model.precision: fp32. In half precision all weights are cast and buffers are kept "
+        "in fp32, and the code of some models takes only one dtype, or some weights only in fp32"
+        if half
+        else "the same call fails without shardtune: use a version of transformers, or packages, with which it works",
     )
 
 

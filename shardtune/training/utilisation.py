@@ -10,8 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardtune.parallel.cost.experts import Experts
+
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12}
 """Dense bf16 operations per second by the name of the device, from the vendors' data sheets."""
+
+UNKNOWN = "it is not known how much of this model a token is multiplied with"
+_STACKED = ".experts."
+"""In the names of parameters of which each token is multiplied with a part."""
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -20,6 +26,14 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name.replace("-", " ").split()), None)
+
+
+def _share(name: str, parameter: nn.Parameter, experts: Experts | None) -> float:
+    """The part of a parameter that a token is multiplied with: of experts those that it is sent to."""
+    if experts is None:
+        return 1.0
+    stacked = parameter.dim() == 3 and parameter.shape[0] == experts.number and parameter.shape[1] > 1  # no convolution
+    return experts.mean / experts.number if stacked or _STACKED in name else 1.0
 
 
 def train_flops_per_token(num_parameters: float, num_layers: int, width: int, mean_length: float) -> float:
@@ -79,13 +93,17 @@ class Utilisation:
             return None
         text = model.config.get_text_config()
         facts = text.to_dict()
-        experts = facts.get("num_local_experts") or facts.get("num_experts")
-        share = facts.get("num_experts_per_tok", 1) / experts if experts else 1.0
+        try:
+            experts = Experts.of(facts)
+        except KeyError:
+            return None
+        if experts is None and any(_STACKED in name for name, _ in model.named_parameters()):
+            return None
         tied = bool(facts.get("tie_word_embeddings"))
         embedding = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
         parameters = sum(
             sizes.get(parameter, parameter.numel())
-            * (share if ".experts." in name else 1.0)
+            * _share(name, parameter, experts)
             * (1.0 if parameter.requires_grad else 2 / 3)
             for name, parameter in model.named_parameters()
             if tied or id(parameter) not in embedding

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shardtune.config import load_recipe
-from shardtune.errors import ModelError
+from shardtune.config.rank_layout import Layout
+from shardtune.errors import ModelError, ParallelError
 from shardtune.models import packing_probe
+from shardtune.models.find_adapter import find_adapter
 from shardtune.models.packing_limit import BLOCKS
 from shardtune.models.router_loss import RouterLoss
+from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.training import quiet
 from tests.support.tiny_architectures import tiny_config
@@ -20,6 +26,7 @@ from tests.support.zoo import (
     BY_DOCUMENT,
     BY_LENGTH,
     CAUSAL,
+    FP32,
     FP64,
     PACKED,
     SAME,
@@ -100,6 +107,21 @@ def test_rows_beyond_what_packing_computes_are_not_packed(
     assert relative(ours.numbers, expected) < 1e-10
 
 
+@pytest.mark.parametrize("family", LIMITED)
+def test_rows_beyond_what_packing_computes_are_not_shared_among_ranks(family: str, tmp_path: Path) -> None:
+    changes, reason = LIMITED[family]
+    adapter = find_adapter(load_recipe(decoder(family, tmp_path, FP64, changes).values))
+    with init_empty_weights():
+        model = adapter.build()
+    two: Any = SimpleNamespace(layout=Layout(sequence=2), sequence_mesh=None)
+    adapter.check_rows(np.array([10, 12]), str)
+    adapter.apply_model_parallel(model, two)
+    adapter.check_rows(np.array([10, 18]), str)
+    refusal = rf"cannot share sequences among ranks: {re.escape(reason)}, and a row has 18 tokens, more than 12"
+    with pytest.raises(ParallelError, match=refusal):
+        adapter.apply_model_parallel(model, two)
+
+
 def test_a_longer_row_of_a_file_that_is_read_later_is_refused(tmp_path: Path) -> None:
     values = decoder("llama4_text", tmp_path, FP64, {"attention_chunk_size": 20}).values
     worker = SFTWorker(load_recipe(values), report=quiet)
@@ -108,6 +130,17 @@ def test_a_longer_row_of_a_file_that_is_read_later_is_refused(tmp_path: Path) ->
     with pytest.raises(ModelError, match=r"a row has 21 tokens, more than 20; rows of files .* are packed"):
         worker.adapter.check_rows(np.array([20, 21]), str)
     worker.release()
+
+
+@pytest.mark.parametrize("family", ["xglm", "minimax", "openai-gpt", "inkling2_text", "xlstm"])
+def test_half_precision_that_a_models_code_does_not_take_is_refused(family: str, tmp_path: Path) -> None:
+    """Their code adds buffers, which are in fp32 here, to activations, or takes some weights in fp32 alone; xLSTM's
+    meets two dtypes in plain transformers too."""
+    values = changed(decoder(family, tmp_path, FP32).values, actor={"model": {"precision": "bf16"}})
+    with pytest.raises(ModelError, match=r"(?s)in half precision: RuntimeError: .* actor\.model\.precision: fp32"):
+        by_shardtune(values)
+    ours = by_shardtune(changed(values, actor={"model": {"precision": "fp32"}}, runner={"max_steps": 1}))
+    assert len(ours.numbers) == 2
 
 
 def test_a_routers_balance_loss_is_that_of_transformers_under_any_name(tmp_path: Path) -> None:

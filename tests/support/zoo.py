@@ -367,8 +367,10 @@ def building() -> Iterator[None]:
         raise Impossible(f"{type(error).__name__}: {one_line(error)}") from error
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).replace("|", "/").split())[:220]
+def one_line(error: Exception, place: Path | None = None) -> str:
+    """The beginning of a message, without the name of the directory where it happened."""
+    text = str(error) if place is None else str(error).replace(str(place), "its directory")
+    return " ".join(text.replace("|", "/").split())[:220]
 
 
 def text_rows() -> list[dict[str, str]]:
@@ -513,6 +515,8 @@ def in_other_ways(family: str, folder: Path, precision: str) -> dict[str, Any]:
     for name, changes in (("otherwise", otherwise(config)), ("dropped", without_attention(config))):
         if not changes:
             continue
+        if config.model_type != family:  # a decoder made from the config of a larger model is saved with its own part
+            changes = {f"text_config.{key}": value for key, value in changes.items()}
         try:
             found[name] = with_settings(family, changes, folder / name, precision)
         except Impossible:
@@ -540,7 +544,8 @@ def with_settings(family: str, changes: Mapping[str, Any], folder: Path, precisi
         model = {"gradient_checkpointing": start.supports_gradient_checkpointing}
         values = changed(material.values, runner={"max_steps": OTHER_STEPS}, actor={"model": model})
         ours = by_shardtune(values, sharded=True)
-        routers = [balance_of(one) for one in ours.samples] if changes.get("output_router_logits") else []
+        balanced = any(key.endswith("output_router_logits") for key in changes)
+        routers = [balance_of(one) for one in ours.samples] if balanced else []
         return relative(ours.numbers, trained(start, material.rows(ours), OTHER_STEPS, routers))
 
 
@@ -619,7 +624,7 @@ def tried(
     except Impossible as error:
         return Result(kind, family, IMPOSSIBLE, reason=str(error))
     except ShardtuneError as error:
-        reason = one_line(error).replace(str(place), "its directory")
+        reason = one_line(error, place)
         return again(error) or Result(kind, family, REFUSED, reason=reason)
     except (RuntimeError, TypeError, ValueError) as error:
         return again(error) or crashed(kind, family, error)

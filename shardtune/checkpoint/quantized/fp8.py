@@ -42,16 +42,7 @@ class Fp8Tensor(DequantizedTensor):
     block: tuple[int, int]
 
     def values(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        *outer, row, column = offsets
-        *count, rows, columns = sizes
-        down, across = (_blocks(*part) for part in zip((row, column), (rows, columns), self.block, strict=True))
-        if self.scale.shape == () or len(self.scale.shape) < len(self.shape):
-            scales = self.scale.read().reshape((1,) * len(self.shape))
-        else:
-            inside = [int(index[-1]) + 1 for index in (down, across)]
-            first = [start // size for start, size in zip((row, column), self.block, strict=True)]
-            scales = self.scale.read_slice((*outer, *first), (*count, *inside))
-        return self._codes(offsets, sizes).mul_(_as_fp32(scales)[..., down, :][..., across])
+        return self._codes(offsets, sizes).mul_(_as_fp32(of_blocks(self.scale, self.block, offsets, sizes)))
 
     def _codes(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         if self.data.dtype != PACKED:
@@ -62,6 +53,29 @@ class Fp8Tensor(DequantizedTensor):
         pairs = self.data.read_slice((*outer, first), (*count, end - first)).view(torch.uint8).int()
         codes = torch.stack([pairs & 0xF, pairs >> 4], dim=-1).flatten(-2)
         return torch.tensor(FP4_VALUES)[codes[..., column % 2 :][..., :columns]]
+
+
+def of_blocks(
+    scale: WeightTensor, block: tuple[int, int], offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """The scale of each element of a part of a weight.
+
+    Args:
+        scale: a number for each block, or one.
+        block: rows and columns of a block.
+        offsets: of the part's first element.
+        sizes: of the part.
+    """
+    *outer, row, column = offsets
+    *count, rows, columns = sizes
+    down, across = (_blocks(*part) for part in zip((row, column), (rows, columns), block, strict=True))
+    if len(scale.shape) < len(sizes):
+        scales = scale.read().reshape((1,) * len(sizes))
+    else:
+        inside = [int(index[-1]) + 1 for index in (down, across)]
+        first = [start // size for start, size in zip((row, column), block, strict=True)]
+        scales = scale.read_slice((*outer, *first), (*count, *inside))
+    return scales[..., down, :][..., across]
 
 
 def _blocks(start: int, count: int, size: int) -> torch.Tensor:
@@ -90,7 +104,9 @@ def fp8_weights(
         scale = companion(found, tensor, name + _SCALE, *others)
         *outer, columns = tensor.shape or (1,)
         shape = (*outer, columns * 2 if tensor.dtype == PACKED else columns)
-        found[name] = Fp8Tensor(name, tensor.file, shape, dtype, tensor, scale, _block(tensor, shape, scale, settings))
+        found[name] = Fp8Tensor(
+            name, tensor.file, shape, dtype, tensor, scale, block_of(tensor, shape, scale, settings)
+        )
     for name, tensor in stored.items():
         weight = found.get(name.removesuffix(_SCALE)) if name.endswith(_SCALE) and name in found else None
         if weight is not None:
@@ -103,7 +119,7 @@ def fp8_weights(
     return found
 
 
-def _block(
+def block_of(
     tensor: WeightTensor, shape: Sequence[int], scale: WeightTensor, settings: Mapping[str, object]
 ) -> tuple[int, int]:
     """The rows and columns of a block: those of config.json where the scales fit them, otherwise an even division."""

@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from shardtune.checkpoint.quantized.bitsandbytes import EightBitTensor, FourBitTensor, bitsandbytes_weights
+from shardtune.checkpoint.quantized.compressed import CompressedTensor, compressed_weights
 from shardtune.checkpoint.quantized.fp8 import PACKED, Fp8Tensor, fp8_weights
 from shardtune.checkpoint.quantized.mxfp4 import Mxfp4Tensor, mxfp4_weights
-from shardtune.checkpoint.quantized.scheme import FP8, MXFP4, Quantization, quantization_of
+from shardtune.checkpoint.quantized.scheme import COMPRESSED, FP8, MXFP4, Quantization, quantization_of
 from shardtune.checkpoint.quantized.tensor import DequantizedTensor
 from shardtune.checkpoint.weight_files import FLOATS, WeightTensor, find_weights
 from shardtune.errors import ModelError
@@ -42,6 +43,8 @@ def dequantized_weights(
         return fp8_weights(stored, quantization.settings, dtype), quantization
     if form == MXFP4:
         return mxfp4_weights(stored, dtype), quantization
+    if form == COMPRESSED:
+        return compressed_weights(stored, quantization, dtype), quantization
     return bitsandbytes_weights(stored, dtype), quantization
 
 
@@ -85,6 +88,9 @@ def form(tensor: DequantizedTensor) -> str:
             return "MXFP4"
         case FourBitTensor(kind=kind, nested=nested):
             return f"{kind.upper()} of bitsandbytes{' with double quantisation' if nested is not None else ''}"
+        case CompressedTensor(bits=bits, data=data):
+            kind = f"packed {bits} bits" if bits else str(data.dtype).removeprefix("torch.")
+            return f"{kind} of compressed-tensors"
         case EightBitTensor():
             return "8 bits of bitsandbytes"
     raise TypeError(type(tensor))

@@ -13,8 +13,10 @@ from transformers import PreTrainedConfig
 from shardtune.errors import ModelError
 
 KEYS = ("quantization_config", "compression_config")
-FP8, MXFP4, BITSANDBYTES = "fp8", "mxfp4", "bitsandbytes"
-METHODS: Mapping[str, str] = MappingProxyType({FP8: FP8, "mxfp8": FP8, MXFP4: MXFP4, BITSANDBYTES: BITSANDBYTES})
+FP8, MXFP4, BITSANDBYTES, COMPRESSED = "fp8", "mxfp4", "bitsandbytes", "compressed-tensors"
+METHODS: Mapping[str, str] = MappingProxyType(
+    {FP8: FP8, "mxfp8": FP8, MXFP4: MXFP4, BITSANDBYTES: BITSANDBYTES, COMPRESSED: COMPRESSED}
+)
 """The format that is read for a `quant_method`."""
 
 _DENSE = "compressed_tensors.entrypoints.convert.convert_checkpoint with CompressedTensorsDequantizer"
@@ -23,7 +25,7 @@ CONVERTERS: Mapping[str, str] = MappingProxyType(
         "gptq": "GPTQModel (load it with backend=BACKEND.TORCH, then dequantize_model from "
         "gptqmodel.nn_modules.qlinear.torch, and save_pretrained)",
         "awq": f"compressed-tensors (convert_checkpoint with AutoAWQConverter, then {_DENSE})",
-        "compressed-tensors": f"compressed-tensors ({_DENSE})",
+        COMPRESSED: f"compressed-tensors ({_DENSE})",
         "modelopt": f"compressed-tensors (convert_checkpoint with ModelOptNvfp4Converter, then {_DENSE})",
         "torchao": "torchao (load it with transformers, replace each weight by its dequantize(), and save_pretrained)",
         "hqq": "hqq (load it, replace each layer's weight by its dequantize(), and save_pretrained)",
@@ -59,9 +61,18 @@ class Quantization:
         """
         if self.method in METHODS:
             return METHODS[self.method]
+        raise self.refusal()
+
+    def refusal(self, how: str = "") -> ModelError:
+        """The error for weights that are not read.
+
+        Args:
+            how: they are quantised, where it is not the method alone.
+        """
         tool = CONVERTERS.get(self.method)
-        raise ModelError(
-            f"the weights are quantised by {self.method or 'a method without a name'}, whose values are not read here",
+        named = " ".join(filter(None, (self.method or "a method without a name", how)))
+        return ModelError(
+            f"the weights are quantised by {named}, whose values are not read here",
             where=f"{self.where}: quant_method",
             remedy="fine-tune the unquantised model, or convert it to plain weights once"
             + (f": {tool}" if tool else ", with the tool that quantised it")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from shardtune.checkpoint.safetensors_file import ReadInParts
 from shardtune.checkpoint.weight_files import WeightTensor
 from shardtune.errors import ModelError
 
@@ -18,7 +19,7 @@ _BUFFER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class DequantizedTensor(ABC):
+class DequantizedTensor(ReadInParts):
     """A weight that is stored as codes and scales.
 
     Attributes:
@@ -39,18 +40,7 @@ class DequantizedTensor(ABC):
     def values(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The block of shape `sizes` whose first element is at `offsets`, in any floating dtype."""
 
-    def read(self) -> torch.Tensor:
-        """All values, on the CPU."""
-        return self.read_slice((0,) * len(self.shape), self.shape)
-
-    def read_slice(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The block of shape `sizes` whose first element is at `offsets`, on the CPU."""
-        block = torch.empty(tuple(sizes), dtype=self.dtype)
-        self.read_into(block, offsets)
-        return block
-
     def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
-        """Fills `target` (any dtype, any device) with the block of its shape that begins at `offsets`."""
         if target.numel() == 0:
             return
         step = max(1, _BUFFER_BYTES // (4 * math.prod(target.shape[1:])))

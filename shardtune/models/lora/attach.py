@@ -113,7 +113,7 @@ def attach_adapter(
     if config.load_from is not None:
         made = stored_config(Path(config.load_from))
         made.lora_dropout = config.dropout
-        trained = trained_in_full(model, made.modules_to_save or (), notes)
+        trained = trained_in_full(model, saved_whole(made), notes)
         made.modules_to_save = None  # PEFT would train a copy and keep the original in memory
         names, init = None, made.init_lora_weights
         made.init_lora_weights = True  # the model is on the meta device
@@ -159,8 +159,7 @@ def _attach_other(
     notes: list[str] = []
     if config.load_from is not None:
         made, names = stored_other_config(Path(config.load_from)), None
-        in_full: Collection[str] = getattr(made, "modules_to_save", None) or ()
-        trained = trained_in_full(model, in_full, notes)
+        trained = trained_in_full(model, saved_whole(made), notes)
     else:
         trained = trained_in_full(model, [*config.modules_to_save, *_to_train(model, config, afresh, notes)], notes)
         names = targeted(model, peft.LoraConfig(), config, trained, notes)
@@ -246,6 +245,11 @@ def detach_adapter(model: nn.Module) -> None:
 def adapter_config(model: nn.Module) -> peft.PeftConfig:
     """PEFT's description of a model's adapter."""
     return vars(model)["peft_config"][ADAPTER]
+
+
+def saved_whole(config: peft.PeftConfig) -> Collection[str]:
+    """The modules that are trained in full beside an adapter; configs of some methods have no such key."""
+    return getattr(config, "modules_to_save", None) or ()
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:

@@ -24,7 +24,7 @@ from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_confi
 from shardtune.models.tasks.encoder import PADDED, TextEncoder, require_tokens
 from shardtune.models.tasks.metrics import installed
 from shardtune.models.user_metrics import Measure, checked
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 
 TASK_FILE = "task.json"
 """Beside the weights: the task's name, the longest row, and options that the training rows decide, such as labels."""
@@ -110,7 +110,7 @@ class TextTask(Adapter):
         try:
             return self.auto.from_config(
                 self.config,
-                dtype=torch.float32,
+                dtype=MASTER_DTYPE[self.recipe.actor.model.precision],
                 attn_implementation=None if requested == "auto" else requested,
                 trust_remote_code=self.recipe.actor.model.trust_remote_code,
                 **self.build_arguments(),

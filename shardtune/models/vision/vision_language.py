@@ -48,6 +48,7 @@ from shardtune.models.adapter import AdapterRoot, LanguageRoot, cannot_share_seq
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.lora.attach import base_tensors
 from shardtune.models.vision.processors import applied_images
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks
@@ -172,7 +173,7 @@ class VisionLanguage(CausalLM):
     def _fields(
         self, input_ids: np.ndarray, stored: Sequence[StoredImage], counts: Sequence[int]
     ) -> dict[str, torch.Tensor]:
-        fields = _widened(self._reader.inputs(stored, counts) if stored else {}, self._precision)
+        fields = _cast(self._reader.inputs(stored, counts) if stored else {}, self._precision)
         if self.images.token_types is not None:
             fields[self.images.token_types] = torch.from_numpy(self.images.token_type_ids(input_ids))
         return fields
@@ -180,7 +181,7 @@ class VisionLanguage(CausalLM):
     def _of_row(
         self, fields: Mapping[str, np.ndarray], input_ids: np.ndarray, stored: Sequence[StoredImage]
     ) -> dict[str, torch.Tensor]:
-        return _widened(self.images.of_row(fields, input_ids, [image.read() for image in stored]), self._precision)
+        return _cast(self.images.of_row(fields, input_ids, [image.read() for image in stored]), self._precision)
 
     def share_by_length(self, on: bool) -> bool:
         return super().share_by_length(on and not self.images.one_row)
@@ -293,7 +294,7 @@ class VisionLanguage(CausalLM):
         others = [Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
         ids = batch.input_ids.numpy()
         made = self.images.of_row(sample.fields, ids, others) if self.images.one_row else self.images.pixels(others)
-        swapped = {**batch.fields, **_widened(made, self._precision)}
+        swapped = {**batch.fields, **_cast(made, self._precision)}
         last = torch.arange(max(0, sample.length - LOOKED_AT), sample.length, device=device)
         was_training = root.training
         root.eval()
@@ -323,12 +324,15 @@ def _has_zero_projector(model: nn.Module) -> bool:
     return any(re.search(PARTS["projector"], name) and not tensor.any() for name, tensor in named)
 
 
-def _widened(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, torch.Tensor]:
-    """Pixels in the precision of a proof; otherwise unchanged."""
-    return {
-        name: tensor.double() if precision == "fp64" and tensor.is_floating_point() else tensor
-        for name, tensor in fields.items()
-    }
+def _cast(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, torch.Tensor]:
+    """Pixels in the dtype of the computation, which a model's first layer may take alone (Chameleon), and all numbers
+    of a proof in float64; otherwise unchanged."""
+    dtype = COMPUTE_DTYPE[precision]
+
+    def is_cast(name: str, tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point() and (precision == "fp64" or name.startswith("pixel_values"))
+
+    return {name: tensor.to(dtype) if is_cast(name, tensor) else tensor for name, tensor in fields.items()}
 
 
 def _needs_image(config: PreTrainedConfig) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardtune.config.rank_layout import Layout
+from shardtune.parallel.cost.experts import Experts
 
 COMPUTE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 MASTER_BYTES: Mapping[str, int] = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
@@ -31,7 +32,7 @@ class ModelShape:
         biased: whether queries, keys and values have biases (Qwen2).
         head_norms: whether queries and keys are normalised head by head (Qwen3, Gemma 3).
         experts: of a layer; 0 where the feed-forward layer is dense.
-        experts_per_token: that a token is sent to.
+        experts_per_token: that a token is sent to, the most of any layer.
     """
 
     width: int
@@ -49,10 +50,14 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From the values of a `config.json` of transformers."""
+        """From the values of a `config.json` of transformers.
+
+        Raises:
+            KeyError: it lacks a size, or names experts and not how many a token is sent to.
+        """
         heads = config["num_attention_heads"]
-        experts = config.get("num_local_experts") or config.get("num_experts") or 0
-        inside = config.get("moe_intermediate_size") if experts else None
+        experts = Experts.of(config)
+        inside = None if experts is None else config.get("moe_intermediate_size")
         return cls(
             width=config["hidden_size"],
             layers=config["num_hidden_layers"],
@@ -64,8 +69,8 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings")),
             biased=bool(config.get("attention_bias", config.get("model_type") == "qwen2")),
             head_norms=str(config.get("model_type")).startswith(("qwen3", "gemma3")),
-            experts=experts,
-            experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
+            experts=0 if experts is None else experts.number,
+            experts_per_token=0 if experts is None else max(experts.per_token),
         )
 
     @property

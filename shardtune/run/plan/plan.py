@@ -32,6 +32,7 @@ from shardtune.run.choose_worker import worker_class
 from shardtune.run.plan.rows import Given, Rows, Work, rows_of
 from shardtune.run.plan.simulation import LASTING, Parameters, Simulated, add_lora, count_parameters, simulate
 from shardtune.training.build.model import build_empty, freeze
+from shardtune.training.utilisation import UNKNOWN
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.sft_trainer import SFTTrainer
 
@@ -203,6 +204,8 @@ class Planner:
         if hardware.on_cuda:
             reserve = CONTEXT * (1 if hardware.num_ranks == 1 else 2) + GAPS * peak
         rate = self.speed.rate(found.parameters, work, hardware)
+        if rate is None and self.speed.mfu is not None:
+            notes.append(f"--mfu gives no time: {UNKNOWN}")
         memory = found.memory or None
         return Plan(hardware, layout, work, found.parameters, memory, found.host, reserve, rate, notes)
 

@@ -45,7 +45,7 @@ from shardtune.training.build.lora import adapt, begin_adapter, from_elsewhere, 
 from shardtune.training.build.model import check_read_values, freeze, load_initial_weights, may_lack, share_values
 from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 from shardtune.training.step import LossScale
-from shardtune.training.utilisation import Utilisation
+from shardtune.training.utilisation import UNKNOWN, Utilisation, peak_flops
 from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.finite_weights import FiniteWeights
 
@@ -258,6 +258,8 @@ class ModelState:
         self.utilisation = Utilisation.known(
             self.inner, self._ranks.device, actor.model.precision, self._ranks.world_size, self.sizes()
         )
+        if self.utilisation is None and peak_flops(self._ranks.device, actor.model.precision) is not None:
+            self.notes.append(f"no perf/mfu: {UNKNOWN}")
 
     @property
     def dtypes(self) -> str:

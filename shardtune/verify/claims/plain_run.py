@@ -36,7 +36,7 @@ from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.loader import BatchLoader
 from shardtune.models.adapter import Adapter, WholeStepAdapter
 from shardtune.models.causal_lm import CausalLM
-from shardtune.models.lora.attach import adapter_config, lora_layers
+from shardtune.models.lora.attach import adapter_config, lora_layers, saved_whole
 from shardtune.models.pretrained import load_config, model_directory
 from shardtune.models.router_loss import RouterLoss
 from shardtune.optim.named_class import is_of_torch, optimizer_class
@@ -120,7 +120,7 @@ class PlainSide:
             tokens = self.recipe.actor.added_tokens
             plain = lora.load_from is None and lora.init in (True, "gaussian", "orthogonal", False) and not tokens
             plain = plain and not (lora.target_parameters or lora.peft)
-            plain = plain and getattr(adapter_config(worker.inner_model), "modules_to_save", None) is None
+            plain = plain and not saved_whole(adapter_config(worker.inner_model))
         return (
             plain
             and isinstance(adapter, CausalLM)

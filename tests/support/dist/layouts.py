@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,6 +18,7 @@ from tests.support.dist.training import (
     ROWS,
     Trace,
     flat_script,
+    own_patterns,
     recipe,
     run_flat,
     run_recipes,
@@ -139,17 +141,19 @@ class Apart:
         logits: relative to the largest.
         evaluation: of the evaluation's loss.
         same_counts: whether as many of as many predictions are right.
+        exported: of the weights of an adapter's directories, as PEFT loads and merges it, and merged on the ranks.
     """
 
     training: Distance
     logits: float
     evaluation: float
     same_counts: bool
+    exported: float = 0.0
 
     @property
     def largest(self) -> float:
         numbers = (self.training.loss, self.training.norm, self.training.gradient, self.training.weight)
-        return max(*numbers, self.logits, self.evaluation)
+        return max(*numbers, self.logits, self.evaluation, self.exported)
 
 
 def apart(run: Trace, flat: Trace) -> Apart:
@@ -162,6 +166,19 @@ def apart(run: Trace, flat: Trace) -> Apart:
     loss = abs(cross_entropy - flat.evaluation["eval/loss"])
     accuracy = [trace.evaluation["eval/token_accuracy"] for trace in (run, flat)]
     return Apart(distance(run, flat), float(logits), loss, abs(accuracy[0] - accuracy[1]) < 1e-12)
+
+
+def exported_apart(run: Trace, model: Path, folder: Path) -> float:
+    """How far the directories of an adapter are from what was trained, and from each other."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    with own_patterns():
+        tuned: Any = peft.PeftModel.from_pretrained(base, str(folder / "adapter"), autocast_adapter_dtype=False)
+    loaded = dict(tuned.get_base_model().named_parameters())
+    trained = max(float((loaded[name] - weight).detach().abs().max()) for name, weight in run.weights.items())
+    joined = tuned.merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float64).state_dict()
+    assert joined.keys() == merged.keys()
+    return max(trained, *(float((merged[name] - weight).abs().max()) for name, weight in joined.items()))
 
 
 def evaluate_flat(trace: Trace, model: Path, rows: Path, dtype: torch.dtype, adapter: Path | None) -> None:
@@ -236,10 +253,11 @@ class LayoutRuns:
         for ranks in sorted({layout.ranks for layout in layouts}):
             places = [place for place, layout in enumerate(layouts) if layout.ranks == ranks]
             recipes = [self.recipe(kind, layouts[place]) for place in places]
+            exports = [self._export(kind, layouts[place]) for place in places]
             traces = (
-                run_recipes(recipes)
+                run_recipes(recipes, exports)
                 if ranks == 1
-                else run_ranks(run_recipes, ranks, recipes, timeout=600, fresh=True)[0]
+                else run_ranks(run_recipes, ranks, recipes, exports, timeout=600, fresh=True)[0]
             )
             found.update(zip(places, traces, strict=True))
         return [found[place] for place in range(len(layouts))]
@@ -247,4 +265,14 @@ class LayoutRuns:
     def compare(self, kind: str, layouts: Sequence[LaidOut]) -> list[Apart]:
         """How far each is from one process."""
         flat = {adapted: self.flat(kind, adapted=adapted) for adapted in {layout.adapted for layout in layouts}}
-        return [apart(trace, flat[each.adapted]) for each, trace in zip(layouts, self.run(kind, layouts), strict=True)]
+        found = []
+        for each, trace in zip(layouts, self.run(kind, layouts), strict=True):
+            written = self._export(kind, each)
+            exported = 0.0 if written is None else exported_apart(trace, self.model(kind), written)
+            found.append(replace(apart(trace, flat[each.adapted]), exported=exported))
+        return found
+
+    def _export(self, kind: str, layout: LaidOut) -> Path | None:
+        """Where the adapter of a layout is written, which is compared in full precision alone."""
+        compared = layout.adapted and self._precision == "fp64"
+        return self._folder / f"{kind}-{layout}".replace(" ", "-") if compared else None

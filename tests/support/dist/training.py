@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +211,12 @@ def quiet(text: str) -> None:
     """For workers that would print."""
 
 
-def run_recipe(values: Mapping[str, Any]) -> Trace:
-    """Train a recipe to its end; on every rank of a process group alike."""
+def run_recipe(values: Mapping[str, Any], export: Path | None = None) -> Trace:
+    """Train a recipe to its end; on every rank of a process group alike.
+
+    Args:
+        export: where its adapter is written in the end, as it is (`adapter`) and in the model (`merged`).
+    """
     worker = SFTWorker(load_recipe(dict(values)), report=quiet)
     worker.setup()
     trace = Trace(notes=worker.notes)
@@ -229,13 +235,16 @@ def run_recipe(values: Mapping[str, Any]) -> Trace:
         assert isinstance(first, PackedBatch)
         with torch.no_grad():
             trace.logits = worker.root.logits(first, first.target_positions)
+    if export is not None:
+        worker.export(export / "adapter", "fp64")
+        worker.export(export / "merged", "fp64", merge=True)
     worker.release()
     return trace
 
 
-def run_recipes(recipes: Sequence[Mapping[str, Any]]) -> list[Trace]:
+def run_recipes(recipes: Sequence[Mapping[str, Any]], exports: Sequence[Path | None] = ()) -> list[Trace]:
     """Several recipes one after the other in the same ranks."""
-    return [run_recipe(values) for values in recipes]
+    return [run_recipe(values, export) for values, export in zip_longest(recipes, exports)]
 
 
 def flat_script() -> Any:
@@ -249,19 +258,26 @@ def flat_script() -> Any:
     return module
 
 
+@contextmanager
+def own_patterns() -> Iterator[None]:
+    """Inside, PEFT does not warn of patterns that it made itself: for `all-linear` it names the stacked experts'
+    parameters, doubles their rank by a pattern, and then looks for that pattern among modules alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*_pattern keys did not match.*gate_up_proj", RuntimeWarning)
+        yield
+
+
 def save_adapter(model: Path, folder: Path) -> Path:
     """A LoRA of PEFT on a model in a directory, with random weights in fp64: on stacked experts, too, and a router."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     experts = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"] if "experts" in str(base) else None
     torch.manual_seed(11)
-    made = peft.get_peft_model(
-        base,
-        peft.LoraConfig(
-            r=4, lora_alpha=6, target_modules="all-linear", target_parameters=experts, rank_pattern={"k_proj": 2},
-            use_rslora=True, init_lora_weights=False, task_type="CAUSAL_LM",
-        ),
-        autocast_adapter_dtype=False,
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules="all-linear", target_parameters=experts, rank_pattern={"k_proj": 2},
+        use_rslora=True, init_lora_weights=False, task_type="CAUSAL_LM",
     )  # fmt: skip
+    with own_patterns():
+        made = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
     made.save_pretrained(str(folder))
     return folder
 
@@ -270,7 +286,8 @@ def with_adapter(model: PreTrainedModel, adapter: Path | None) -> Any:
     """A model with an adapter as PEFT loads it, to be trained; with None as it is."""
     if adapter is None:
         return model
-    made = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True, autocast_adapter_dtype=False)
+    with own_patterns():
+        made = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True, autocast_adapter_dtype=False)
     return made.get_base_model()
 
 
