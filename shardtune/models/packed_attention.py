@@ -10,6 +10,7 @@ Token 4, the second of document 1, attends to tokens 3 and 4.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,8 @@ from shardtune.parallel.sequence_parallel import TokenShare, to_heads, to_tokens
 
 DOCUMENTS = "shardtune_documents"
 """The name of the implementation, as `attn_implementation` of a transformers config."""
+_NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether groups of query heads have to be named; torch before 2.13 takes them as they are."""
 
 
 @torch.compiler.disable(recursive=True)  # document lengths are data; a compiled graph would specialise on each of them
@@ -145,10 +148,10 @@ def _varlen(
     # A window of 4 is the query and 3 tokens before it; FlashAttention counts those 3, and -1 means no limit.
     left = -1 if settings.window is None else settings.window - 1
     right = 0 if settings.causal else left
-    grouped = q.shape[1] != k.shape[1]
+    grouped = {"enable_gqa": True} if _NAMES_GROUPS and q.shape[1] != k.shape[1] else {}
     out = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_length, max_length,
-        scale=settings.scale, window_size=(left, right), enable_gqa=grouped,
+        q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=settings.scale, window_size=(left, right),
+        **grouped,
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out[None]
