@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from shardtune.errors import ParallelError
 from shardtune.parallel.ring_attention import Scoring, ring_attention
 from shardtune.parallel.ring_plan import Sight
+from shardtune.models.flex_documents import Soft, soft_attention
 from shardtune.parallel.sequence_parallel import TokenShare, to_heads, to_tokens
 
 DOCUMENTS = "shardtune_documents"
@@ -94,9 +95,14 @@ def document_attention(
         if s_aux is not None:
             ranks = token_share.ranks
             settings = replace(settings, sinks=s_aux.chunk(ranks.size())[ranks.get_local_rank()])
-    plain = softcap is None and s_aux is None
+    plain, found = softcap is None and s_aux is None, None
+    if query.is_cuda and not plain and not dropout:  # None where it has to be computed by the formula
+        soft = Soft(settings.scale, settings.causal, settings.window, settings.softcap, settings.sinks)
+        found = soft_attention(query, key, value, cu_seq_lens_q, soft, explicit)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain and not dropout:
         output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, settings)
+    elif found is not None:
+        output = found.transpose(1, 2).contiguous()
     else:  # one call per document: of torch's kernel, or of the formula
         lengths = cu_seq_lens_q.diff().tolist()
         documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
@@ -155,6 +161,12 @@ def _varlen(
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out[None]
+
+
+def explicit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, soft: Soft) -> torch.Tensor:
+    """The formula for one document: [1, heads, tokens, size] to [1, heads, tokens, value_dim]."""
+    settings = _Settings(soft.scale, soft.causal, soft.window, 0.0, soft.softcap, soft.sinks)
+    return _explicit(query, key, value, settings)
 
 
 def _visible(length: int, causal: bool, window: int | None, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from shardtune.config import load_recipe
