@@ -92,9 +92,11 @@ def by_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `flex`, by torch's `flex_attention`, compiled or not."""
     mask = document_mask(cu_seqlens, query.shape[2], soft.causal, soft.window)
+    cap = None if soft.softcap is None else _cap(soft.softcap, query.dtype, query.device)
+    grouped = query.shape[1] != key.shape[1]
     output, aux = kernel(
-        query, key, value, score_mod=None if soft.softcap is None else _cap(soft.softcap), block_mask=mask,
-        scale=soft.scale, enable_gqa=query.shape[1] != key.shape[1], return_aux=AuxRequest(lse=True),
+        query, key, value, score_mod=cap, block_mask=mask, scale=soft.scale, enable_gqa=grouped,
+        return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     return output, aux.lse
 
@@ -134,15 +136,16 @@ def document_mask(cu_seqlens: torch.Tensor, tokens: int, causal: bool, window: i
     if window is not None:
         some = some & ((distance.abs() * BLOCK - (BLOCK - 1)) < window)
         every = every & ((distance.abs() * BLOCK + (BLOCK - 1)) < window)
+    reach = torch.full((), window or 0, dtype=torch.int32, device=cu_seqlens.device)  # a tensor, as for `_cap`
 
     def visible(_row: Any, _head: Any, query: Any, key: Any) -> Any:
         found = document[query] == document[key]
         if causal:
             found = found & (query >= key)
         if window is not None:
-            found = found & ((query - key) < window)
+            found = found & ((query - key) < reach)
             if not causal:
-                found = found & ((key - query) < window)
+                found = found & ((key - query) < reach)
         return found
 
     return BlockMask.from_kv_blocks(
@@ -156,9 +159,13 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
-def _cap(softcap: float) -> Callable[..., Any]:
+@lru_cache(maxsize=8)
+def _cap(softcap: float, dtype: torch.dtype, device: torch.device) -> Callable[..., Any]:
+    """A soft cap of scores; a number of Python could not be compiled for any number of tokens at once."""
+    limit = torch.full((), softcap, dtype=torch.promote_types(dtype, torch.float32), device=device)
+
     def capped(score: Any, _row: Any, _head: Any, _query: Any, _key: Any) -> Any:
-        return softcap * torch.tanh(score / softcap)
+        return limit * torch.tanh(score / limit)
 
     return capped
 
