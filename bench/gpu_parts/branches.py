@@ -28,12 +28,14 @@ from shardtune.config import load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.packing import pack
 from shardtune.models import flex_documents
+from shardtune.models import loss as loss_module
+from shardtune.models.head_gradient import HELD_BYTES
 from shardtune.models.lora.nf4 import decode, decode_plainly, encode, kernel_for
 from shardtune.models.loss import linear_cross_entropy
 from shardtune.models.objectives.log_probs import linear_log_probs_and_entropy
 from shardtune.models.packed_attention import document_attention
 from shardtune.parallel.free_memory import free_bytes
-from shardtune.parallel.ranks import lay_out, open_group
+from shardtune.parallel.ranks import Ranks, lay_out, open_group
 from shardtune.training.callbacks import undisturbed
 from shardtune.training.utilisation import peak_flops
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -47,16 +49,15 @@ FILES: Mapping[str, str] = {
     "batch/__init__.py": "pinned transfers",
     "cli/installation.py": "`shardtune env` prints the devices",
     "config/foreign/axolotl_keys.py": "a key of another trainer",
-    "config/foreign/rules.py": "likewise",
     "config/foreign/training_arguments.py": "likewise",
     "engine/cuda_alias.py": "for engines without a GPU",
-    "engine/gradients.py": "engine",
     "engine/offload.py": "engine, offloaded",
     "engine/rank_module.py": "engine",
     "engine/rank_process.py": "engine",
     "evaluate/harness.py": "the state of the generators is kept, as in training/callbacks.py",
     "models/distillation.py": "distillation, out_dtype",
     "models/lora/init.py": "NF4, training",
+    "models/head_gradient.py": "head, out_dtype, large",
     "models/loss.py": "head, out_dtype",
     "models/objectives/log_probs.py": "log-probabilities, out_dtype",
     "models/packed_attention.py": "varlen, flex",
@@ -74,7 +75,6 @@ FILES: Mapping[str, str] = {
     "training/profiler.py": "part costs",
     "training/step.py": "part throughput",
     "training/utilisation.py": "memory and peak of the device",
-    "training/worker/padded_task.py": "pinned transfers",
 }
 """By file of the package: the checks that run its branch, or why none can."""
 BF16_ATTENTION = 3e-2
@@ -108,8 +108,9 @@ def attention(setting: Setting, dtype: torch.dtype, limit: float, **settings: An
         for device, wanted in (("cpu", torch.float64), (setting.device, dtype)):
             leaves = [tensor.to(device, wanted).requires_grad_() for tensor in inputs]
             layer: Any = SimpleNamespace(is_causal=True)
+            sinks: dict[str, Any] = {"s_aux": leaves[3]} if len(leaves) > 3 else {}
             output, _ = document_attention(
-                layer, *leaves[:3], None, **settings, **({"s_aux": leaves[3]} if len(leaves) > 3 else {}),
+                layer, leaves[0], leaves[1], leaves[2], None, **settings, **sinks,
                 cu_seq_lens_q=bounds.to(device), max_length_q=max(LENGTHS),
             )  # fmt: skip
             found.append([output, *torch.autograd.grad(output, leaves, slope.to(device, wanted))])
@@ -142,8 +143,16 @@ def attention_memory(setting: Setting) -> Facts:
 # -- the head and objectives -------------------------------------------------------------------------------------------
 
 
-def head(setting: Setting, dtype: torch.dtype, limit: float) -> Facts:
+def head(setting: Setting, dtype: torch.dtype, limit: float, held: int = HELD_BYTES) -> Facts:
     """Loss and gradients of a head in half precision, whose products come out in fp32."""
+    before, loss_module.HELD_BYTES = loss_module.HELD_BYTES, held
+    try:
+        return _head(setting, dtype, limit)
+    finally:
+        loss_module.HELD_BYTES = before
+
+
+def _head(setting: Setting, dtype: torch.dtype, limit: float) -> Facts:
     rows, width, vocabulary = (300, 64, 1000) if setting.small else (3000, 512, 50_000)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, width, generator=generator).to(dtype)
@@ -152,7 +161,7 @@ def head(setting: Setting, dtype: torch.dtype, limit: float) -> Facts:
     found = []
     for device, wanted in (("cpu", torch.float64), (setting.device, dtype)):
         leaves = [tensor.to(device, wanted).requires_grad_() for tensor in (hidden, weight)]
-        total, _ = linear_cross_entropy(*leaves, targets.to(device), weights.to(device))
+        total, _ = linear_cross_entropy(leaves[0], leaves[1], targets.to(device), weights.to(device))
         found.append([total, *torch.autograd.grad(total / rows, leaves)])
     differences = [apart(one, other) for one, other in zip(found[1], found[0], strict=True)]
     return within(max(differences[0] * 100, *differences[1:]), limit, note=f"loss {differences[0]:.1e}")
@@ -167,7 +176,7 @@ def objectives(setting: Setting) -> Facts:
     found = []
     for device, wanted in (("cpu", torch.float64), (setting.device, torch.bfloat16)):
         leaves = [tensor.to(device, wanted).requires_grad_() for tensor in (hidden, weight)]
-        scores = linear_log_probs_and_entropy(*leaves, targets.to(device))
+        scores = linear_log_probs_and_entropy(leaves[0], leaves[1], targets.to(device))
         loss = scores.log_probs.sum() + scores.entropy.sum()
         found.append([scores.log_probs, scores.entropy, *torch.autograd.grad(loss, leaves)])
     return within(max(apart(one, other) for one, other in zip(found[1], found[0], strict=True)), 2e-2)
@@ -308,7 +317,7 @@ def waits(setting: Setting, kind: str, precision: str) -> Facts:
 
 
 @contextmanager
-def group_of_one(setting: Setting) -> Iterator[None]:
+def group_of_one(setting: Setting) -> Iterator[Ranks]:
     """Inside, a run of one rank has a process group, so that it is sharded by FSDP2, over NCCL on a GPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -318,9 +327,10 @@ def group_of_one(setting: Setting) -> Iterator[None]:
     os.environ.update(place)
     device = torch.device("cuda", 0) if setting.device == "cuda" else torch.device("cpu")
     open_group(device)
-    worker_base.join_ranks = lambda *_, **__: lay_out(Layout(), 0, device)
+    ranks = lay_out(Layout(), 0, device)
+    worker_base.join_ranks = lambda *_, **__: ranks
     try:
-        yield
+        yield ranks
     finally:
         worker_base.join_ranks = join
         dist.destroy_process_group()
@@ -337,8 +347,7 @@ def one_rank(setting: Setting, **changes: Any) -> Facts:
 
 def collectives(setting: Setting) -> Facts:
     """Numbers of Python go over gloo, without a wait for the GPU; tensors over NCCL."""
-    with group_of_one(setting):
-        ranks = worker_base.join_ranks()
+    with group_of_one(setting) as ranks:
         with no_waiting(setting):
             host = [*ranks.sum([1.0, 2.0]), ranks.largest(3.0)]
         found = ranks.sum([torch.tensor(4.0, device=ranks.device), 5.0], [torch.tensor(6.0, device=ranks.device)])
@@ -385,7 +394,7 @@ def engine(setting: Setting, offloaded: bool = False) -> Facts:
     model = setting.work("engine") / "model"
     if not model.exists():
         engine_modules.save_model(model)
-    shardtune.init(device=setting.device)
+    shardtune.init(device="cuda" if setting.device == "cuda" else "cpu")
     made = TrainEngine(engine_modules.make(model)).build()
     if offloaded:
         made.sleep()
@@ -429,6 +438,7 @@ def checks(setting: Setting) -> Sequence[Check]:
         ("flex, memory", attention_memory),
         ("head, out_dtype, bf16", partial(head, dtype=bf16, limit=2e-2)),
         ("head, out_dtype, fp16", partial(head, dtype=fp16, limit=5e-3)),
+        ("head, out_dtype, large, bf16", partial(head, dtype=bf16, limit=2e-2, held=0)),
         ("head, fp32", partial(head, dtype=fp32, limit=1e-3)),
         ("log-probabilities, out_dtype", objectives),
         ("distillation, out_dtype", distilled),

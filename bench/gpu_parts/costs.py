@@ -48,22 +48,22 @@ def profiled(setting: Setting, case: Case) -> list[Facts]:
         torch.cuda.synchronize()
     activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
     began = time.perf_counter()
-    parts: Counter[str] = Counter()
+    parts: dict[str, float] = {}
     with profile(activities=activities) as found:
         for _ in range(STEPS):
             worker.run_training()
-            parts.update(worker.step_seconds)
+            parts = {name: parts.get(name, 0.0) + s for name, s in worker.step_seconds.items()}
         if on_gpu:
             torch.cuda.synchronize()
     wall = time.perf_counter() - began
     worker.release()
-    kernels: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()  # seconds
     for event in found.key_averages():
         micros: Any = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kernels[event.key] += float(micros) / 1e6
+        kernels.update({event.key: micros / 1e6})
     kinds: Counter[str] = Counter()
     for name, seconds in kernels.items():
-        kinds[kind_of(name)] += seconds
+        kinds.update({kind_of(name): seconds})
     milliseconds = 1000 / STEPS
     lines: list[Facts] = [
         {"what": f"part: {name}", "ms a step": s * milliseconds, "share": s / wall} for name, s in parts.items()

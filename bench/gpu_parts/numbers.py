@@ -198,11 +198,13 @@ def export(setting: Setting) -> Facts:
         data__eval_data_paths=str(rows),
     )  # fmt: skip
     run = shardtune.train(made)
-    model: Any = AutoModelForCausalLM.from_pretrained(run.dir / "final", dtype=torch.float32).to(setting.device)
+    model: Any = AutoModelForCausalLM.from_pretrained(run.dir / "final", dtype=torch.float32)
+    model.to(setting.device)
     ids = torch.arange(40, 70, device=setting.device)[None]
     with torch.no_grad():
         here = model(ids).logits
-        there = model.double().cpu()(ids.cpu()).logits
+        model.to("cpu", torch.float64)
+        there = model(ids.cpu()).logits
     stored = float((here.cpu().double() - there).abs().max())
     worked = run.evaluate()["eval/loss"]
     again = abs(worked - run.metrics["eval/loss"]) / abs(worked)
@@ -219,7 +221,8 @@ def generation(setting: Setting) -> Facts:
         worker.run_training()
         ids = torch.arange(40, 60, device=worker.device)[None]
         settings: Mapping[str, object] = {"max_new_tokens": 12, "do_sample": False}
-        answers.append(worker.root.adapter.generate(worker.state.inner, ids, torch.ones_like(ids), settings).tolist())
+        adapter: Any = worker.adapter
+        answers.append(adapter.generate(worker.state.inner, ids, torch.ones_like(ids), settings).tolist())
         worker.release()
     return {"verdict": PASS if answers[0] == answers[1] else FAIL}
 

@@ -22,7 +22,7 @@ class Setting:
     Attributes:
         device: cuda or cpu.
         small: tiny shapes.
-        folder: of the results, with models and rows of the runs in `work/`.
+        folder: of the results, which are small; models and rows of the runs are beside it, in `FOLDER-work`.
     """
 
     device: str
@@ -35,7 +35,7 @@ class Setting:
 
     def work(self, *names: str) -> Path:
         """A folder for files, which is made."""
-        folder = self.folder.joinpath("work", *names)
+        folder = self.folder.with_name(f"{self.folder.name}-work").joinpath(*names)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

@@ -248,7 +248,7 @@ def trial(
         formula: as for `soft_attention`.
     """
     heads, groups, size, value_size = sizes
-    *plain, has_sinks = settings
+    scale, causal, window, softcap, has_sinks = settings
     lengths = [TRIAL_TOKENS * 2 // 3, TRIAL_TOKENS - TRIAL_TOKENS * 2 // 3]
 
     def numbers(seed: float, *shape: int) -> torch.Tensor:
@@ -268,7 +268,7 @@ def trial(
     def computed(by_documents: bool) -> list[torch.Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         query, key, value = leaves[:3]
-        soft = Soft(*plain, sinks=leaves[3] if has_sinks else None)
+        soft = Soft(scale, causal, window, softcap, leaves[3] if has_sinks else None)
         if by_documents:
             parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
             output = torch.cat([formula(q, k, v, soft) for q, k, v in parts], dim=2)

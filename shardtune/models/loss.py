@@ -318,7 +318,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if part is not None and grad_hidden is not None:
             dist.all_reduce(grad_hidden, group=part.ranks.get_group())  # each rank's is from its part of the head only
         ctx.of_weight = None
-        if later:
+        if later and weight is not None:
             slope = loss.slope_of_block(transform, whole if part is None else part.total)
             ctx.of_weight = HeadGradient(slope, 0 if part is None else part.start, chunk * len(weight))
         kept = (hidden, weight, bias, targets, *scored) if later else ()

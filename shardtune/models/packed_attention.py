@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -154,7 +155,7 @@ def _varlen(
     # A window of 4 is the query and 3 tokens before it; FlashAttention counts those 3, and -1 means no limit.
     left = -1 if settings.window is None else settings.window - 1
     right = 0 if settings.causal else left
-    grouped = {"enable_gqa": True} if _NAMES_GROUPS and q.shape[1] != k.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if _NAMES_GROUPS and q.shape[1] != k.shape[1] else {}
     out = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=settings.scale, window_size=(left, right),
         **grouped,

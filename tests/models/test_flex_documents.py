@@ -42,6 +42,8 @@ def test_blocks_are_those_with_a_visible_pair(causal: bool, window: int | None) 
     padded[:tokens, :tokens] = torch.block_diag(*parts).bool()
     cut = padded.view(number, BLOCK, number, BLOCK)
     assert torch.equal(mask.to_dense()[0, 0].bool(), cut.any(3).any(1))
+    assert mask.full_kv_indices is not None
+    assert mask.full_kv_num_blocks is not None
     full = [
         set(row[:count].tolist())
         for row, count in zip(mask.full_kv_indices[0, 0], mask.full_kv_num_blocks[0, 0], strict=True)
