@@ -73,7 +73,7 @@ def run_trl(case: Case, setting: Setting, turns: Turns, attention: str = "sdpa",
     from trl import SFTConfig, SFTTrainer
 
     config = config_of(case.model, setting.small)
-    rows = save_rows(case.length, config.vocab_size, setting).read_text().splitlines()
+    rows = save_rows(case.length, setting).read_text().splitlines()
     counted = [0.0]
 
     class Watch(TrainerCallback):

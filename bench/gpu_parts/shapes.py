@@ -105,14 +105,17 @@ def lengths(longest: int, count: int, seed: int = 0) -> list[int]:
     return [max(16, min(longest, round(draw.lognormvariate(0, 0.8) * longest / 4))) for _ in range(count)]
 
 
-def save_rows(length: int, vocabulary: int, setting: Setting) -> Path:
-    """Rows of random tokens, all of them targets but the first quarter of each."""
-    file = setting.work("shapes") / f"rows-{length}-{vocabulary}.jsonl"
+def save_rows(length: int, setting: Setting) -> Path:
+    """Rows of random tokens, all of them targets but the first quarter of each.
+
+    The tokens are those of the tokenizer; the rest of a vocabulary is computed all the same.
+    """
+    file = setting.work("shapes") / f"rows-{length}.jsonl"
     if not file.exists():
         draw = random.Random(1)
         with file.open("w") as lines:
             for size in lengths(length, 24 if setting.small else ROWS):
-                ids = [draw.randrange(300, vocabulary) for _ in range(size)]
+                ids = [draw.randrange(250) for _ in range(size)]
                 labels = [-100] * (size // 4) + ids[size // 4 :]
                 lines.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
     return file
@@ -124,7 +127,6 @@ def recipe_of(case: Case, setting: Setting, **changes: Any) -> dict[str, Any]:
     Args:
         changes: dotted keys with `__` for the dots.
     """
-    config = config_of(case.model, setting.small)
     model: dict[str, Any] = {
         "model_path": str(save_shape(case.model, setting)), "from_scratch": True, "precision": "bf16",
         "gradient_checkpointing": checkpointed(case),
@@ -144,7 +146,7 @@ def recipe_of(case: Case, setting: Setting, **changes: Any) -> dict[str, Any]:
             "optim": {"lr": 1e-5, "lr_scheduler": "constant"},
         },
         "data": {
-            "train_data_paths": str(save_rows(case.length, config.vocab_size, setting)), "max_length": case.length,
+            "train_data_paths": str(save_rows(case.length, setting)), "max_length": case.length,
             "num_workers": 0, "cache_dir": str(setting.work("cache")),
         },
     }  # fmt: skip

@@ -97,20 +97,9 @@ class CrossEntropy:
         transform: LogitTransform,
         with_grad: bool,
         shared: SharedVocabulary | None,
+        scored: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `ChunkLoss`."""
-        return self.scored(logits, index, scale, transform, with_grad, shared)[:2]
-
-    def scored(
-        self,
-        logits: torch.Tensor,
-        index: torch.Tensor,
-        scale: torch.Tensor,
-        transform: LogitTransform,
-        with_grad: bool,
-        shared: SharedVocabulary | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """As `on_chunk`, with the normaliser and the final weight of each target, both [rows, 1]."""
+        """See `ChunkLoss`; `scored` [2, rows, 1] is overwritten with each target's normaliser and final weight."""
         largest = logits.amax(-1, keepdim=True) if shared is None else shared.largest(logits)
         at_target = logits.gather(1, index) if shared is None else shared.at(logits, index)
         vocabulary = logits.shape[-1] if shared is None else shared.size
@@ -127,8 +116,10 @@ class CrossEntropy:
         if self.z:
             losses += self.z * normalizer.square()
         losses = losses * scale
+        if scored is not None:
+            scored[0], scored[1] = normalizer, scale
         if not with_grad:
-            return losses, None, normalizer, scale
+            return losses, None
         # d loss / d x_v = scale * (softmax_v * (1 + 2 z L) - q_v), where q_v is smoothing / vocabulary for every token
         # and 1 - smoothing more at the target. Of 3 tokens with target 1 and no smoothing: scale * (p0, p1 - 1, p2).
         factor = scale * (1 + 2 * self.z * normalizer) if self.z else scale
@@ -136,7 +127,7 @@ class CrossEntropy:
         grad = grad.scatter_add_(1, index, at_targets) if shared is None else shared.add_at(grad, index, at_targets)
         if self.smoothing:
             grad -= scale * (self.smoothing / vocabulary)
-        return losses, grad if transform is IDENTITY else transform.backward_(grad, logits), normalizer, scale
+        return losses, grad if transform is IDENTITY else transform.backward_(grad, logits)
 
     def slope_of_block(self, transform: LogitTransform, vocabulary: int) -> SlopeOfBlock:
         """The same gradient for some tokens of a vocabulary, from normalisers that are known."""
@@ -293,8 +284,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 correct += ((likeliest == index) & (scale > 0)).sum()
             needs_grad = needs_hidden or needs_weight or needs_bias
             if later:
-                losses, grad, *of_targets = loss.scored(logits, index, scale, transform, needs_grad, shared)
-                scored[:, rows] = torch.stack(of_targets)
+                given = scored[:, rows]
+                losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared, given)
             else:
                 losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared)
             total += losses.sum()

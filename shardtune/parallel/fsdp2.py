@@ -535,11 +535,6 @@ class Weights:
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         return self._ranks.world_size // math.prod(size for size, placement in sizes if not placement.is_replicate())
 
-    @torch.no_grad()
-    def have_gradient(self) -> bool:
-        """Whether backward passes have reached a parameter, on this rank."""
-        return any(parameter.grad is not None for parameter in self.parameters.values())
-
     def scale_gradients(self, factor: float) -> None:
         grads = [local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None]
         if factor != 1.0 and grads:

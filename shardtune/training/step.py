@@ -234,7 +234,8 @@ def optimizer_step(
         if weights.replicates:
             weights.sync_replicated_gradients()
         # All numbers of the step are read at once: the one time at which it waits for a GPU.
-        beside = [float(len(totals.metrics)), float(weights.have_gradient())]
+        has_gradient = any(parameter.grad is not None for parameter in weights.parameters.values())
+        beside = [float(len(totals.metrics)), float(has_gradient)]
         *sums, measured, reached, square = ranks.sum([*totals.losses.values(), *beside], [weights.gradient_square()])
         norm = math.sqrt(square) / scale
         if math.isfinite(norm) or loss_scale is None or not all(map(math.isfinite, sums)):
