@@ -34,7 +34,8 @@ class Case:
     length: int
 
     def __str__(self) -> str:
-        return f"{self.model} {'LoRA' if self.lora else 'full'} {self.length // 1024 or self.length}k"
+        size = f"{self.length // 1024}k" if self.length >= 1024 else f"{self.length} tokens"
+        return f"{self.model} {'LoRA' if self.lora else 'full'} {size}"
 
 
 def _qwen3(width: int, inner: int, layers: int, heads: int, groups: int, tied: bool) -> Any:
