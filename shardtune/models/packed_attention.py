@@ -21,9 +21,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from shardtune.errors import ParallelError
+from shardtune.models.flex_documents import Soft, soft_attention
 from shardtune.parallel.ring_attention import Scoring, ring_attention
 from shardtune.parallel.ring_plan import Sight
-from shardtune.models.flex_documents import Soft, soft_attention
 from shardtune.parallel.sequence_parallel import TokenShare, to_heads, to_tokens
 
 DOCUMENTS = "shardtune_documents"
