@@ -34,6 +34,7 @@ from shardtune.models.lora.nf4 import decode, decode_plainly, encode, kernel_for
 from shardtune.models.loss import linear_cross_entropy
 from shardtune.models.objectives.log_probs import linear_log_probs_and_entropy
 from shardtune.models.packed_attention import document_attention
+from shardtune.parallel import flash_pieces
 from shardtune.parallel.free_memory import free_bytes
 from shardtune.parallel.ranks import Ranks, lay_out, open_group
 from shardtune.training.callbacks import undisturbed
@@ -62,6 +63,7 @@ FILES: Mapping[str, str] = {
     "models/objectives/log_probs.py": "log-probabilities, out_dtype",
     "models/packed_attention.py": "varlen, flex",
     "optim/build.py": "fused",
+    "parallel/flash_pieces.py": "ring attention, pieces",
     "parallel/free_memory.py": "memory and peak of the device",
     "parallel/fsdp2.py": "FSDP2 on one rank, offload, waits",
     "parallel/ranks.py": "NCCL and gloo, waits",
@@ -138,6 +140,14 @@ def attention_memory(setting: Setting) -> Facts:
     output.sum().backward()
     gigabytes = (torch.cuda.max_memory_allocated() - before) / 1e9
     return within(gigabytes, 1.0, note=f"GB; the scores alone would be {heads * tokens**2 * 2 / 1e9:.0f}")
+
+
+def ring_pieces(setting: Setting, groups: int) -> Facts:
+    """The kernel of ring attention has, for pieces of documents, the numbers of the way that needs none."""
+    if setting.device == "cpu":
+        return skip("the kernel runs on a GPU; tests/parallel has its pieces on a CPU")
+    agree = flash_pieces.agrees(torch.device("cuda", 0), torch.bfloat16, groups, 64)
+    return {"verdict": PASS if agree else FAIL, "note": "" if agree else "see branches.log"}
 
 
 # -- the head and objectives -------------------------------------------------------------------------------------------
@@ -436,6 +446,8 @@ def checks(setting: Setting) -> Sequence[Check]:
         found.append((f"flex, {name}, bf16", partial(attention, dtype=bf16, limit=BF16_ATTENTION, **given)))
     found += [
         ("flex, memory", attention_memory),
+        ("ring attention, pieces", partial(ring_pieces, groups=1)),
+        ("ring attention, pieces, groups", partial(ring_pieces, groups=4)),
         ("head, out_dtype, bf16", partial(head, dtype=bf16, limit=2e-2)),
         ("head, out_dtype, fp16", partial(head, dtype=fp16, limit=5e-3)),
         ("head, out_dtype, large, bf16", partial(head, dtype=bf16, limit=2e-2, held=0)),
