@@ -17,7 +17,7 @@ MODEL := $(QUICKSTART)/made/model/model.safetensors
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv quickstart check quick test test-slow lint format docs docs-check clean-quickstart
+.PHONY: help venv quickstart check quick test test-slow gpu lint format docs docs-check clean-quickstart
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -54,6 +54,9 @@ test: $(INSTALLED) ## run all tests
 
 test-slow: $(INSTALLED) ## run the long forms of some tests
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+gpu: $(INSTALLED) ## on a machine with a GPU: all that only a GPU can show, in calls of ten minutes; make gpu GPU_ARGS=--list
+	$(BIN)/python bench/gpu.py $(GPU_ARGS)
 
 docs: $(INSTALLED) ## build the documentation site into build/site; a warning is an error
 	$(TEST_ENV) $(BIN)/python -m sphinx -W --keep-going -q -c docs -d build/doctrees -b html . build/site

@@ -172,8 +172,8 @@ class Batch:
             return self
         return replace(
             self,
-            fields={name: tensor.to(device, non_blocking=True) for name, tensor in self.fields.items()},
-            lengths={name: tensor.to(device, non_blocking=True) for name, tensor in self.lengths.items()},
+            fields={name: moved(tensor, device) for name, tensor in self.fields.items()},
+            lengths={name: moved(tensor, device) for name, tensor in self.lengths.items()},
         )
 
 
@@ -213,7 +213,7 @@ class PackedBatch(Batch):
             return self
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True)
+            return moved(tensor, device)
 
         return replace(
             self,
@@ -226,6 +226,16 @@ class PackedBatch(Batch):
             document_weights=move(self.document_weights),
             fields={name: move(tensor) for name, tensor in self.fields.items()},
         )
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; the CPU does not wait for a GPU's copy of it.
+
+    Only from pinned memory does the GPU copy by itself, while the CPU goes on; torch keeps that memory until it has.
+    """
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class LossSum(NamedTuple):

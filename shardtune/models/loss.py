@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from shardtune.models.head_gradient import HELD_BYTES, HeadGradient, SlopeOfBlock
 from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.tensor_parallel import Slice, row_slice
 
@@ -96,8 +97,9 @@ class CrossEntropy:
         transform: LogitTransform,
         with_grad: bool,
         shared: SharedVocabulary | None,
+        scored: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `ChunkLoss`."""
+        """See `ChunkLoss`; `scored` [2, rows, 1] is overwritten with each target's normaliser and final weight."""
         largest = logits.amax(-1, keepdim=True) if shared is None else shared.largest(logits)
         at_target = logits.gather(1, index) if shared is None else shared.at(logits, index)
         vocabulary = logits.shape[-1] if shared is None else shared.size
@@ -114,6 +116,8 @@ class CrossEntropy:
         if self.z:
             losses += self.z * normalizer.square()
         losses = losses * scale
+        if scored is not None:
+            scored[0], scored[1] = normalizer, scale
         if not with_grad:
             return losses, None
         # d loss / d x_v = scale * (softmax_v * (1 + 2 z L) - q_v), where q_v is smoothing / vocabulary for every token
@@ -124,6 +128,22 @@ class CrossEntropy:
         if self.smoothing:
             grad -= scale * (self.smoothing / vocabulary)
         return losses, grad if transform is IDENTITY else transform.backward_(grad, logits)
+
+    def slope_of_block(self, transform: LogitTransform, vocabulary: int) -> SlopeOfBlock:
+        """The same gradient for some tokens of a vocabulary, from normalisers that are known."""
+
+        def slope(
+            logits: torch.Tensor, index: torch.Tensor, here: torch.Tensor, normalizer: torch.Tensor, scale: torch.Tensor
+        ) -> torch.Tensor:
+            logits = logits if transform is IDENTITY else transform(logits)
+            powers = (logits - normalizer if transform.softcap is not None else logits.sub_(normalizer)).exp_()
+            grad = powers.mul_(scale * (1 + 2 * self.z * normalizer) if self.z else scale)
+            grad = grad.scatter_add_(1, index, -(1 - self.smoothing) * scale * here)
+            if self.smoothing:
+                grad -= scale * (self.smoothing / vocabulary)
+            return grad if transform is IDENTITY else transform.backward_(grad, logits)
+
+        return slope
 
 
 PLAIN = CrossEntropy()
@@ -223,7 +243,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     The gradients are computed in the forward pass, while a chunk's logits exist, and only scaled in the backward pass:
     three matrix products per chunk, as with stored logits. The head's gradient is summed over chunks in fp32 and
-    rounded once.
+    rounded once. Where it is large, it is computed in the backward pass, some rows at a time (`head_gradient.py`).
     """
 
     @staticmethod
@@ -234,6 +254,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = (need and with_grad for need in ctx.needs_input_grad[:3])
         shared = None if part is None else SharedVocabulary(part)
         acc = torch.promote_types(hidden.dtype, torch.float32)
+        later = needs_weight and type(loss) is CrossEntropy and weight.numel() * acc.itemsize > HELD_BYTES
+        needs_weight = needs_weight and not later
+        scored = torch.empty(2, len(hidden) if later else 0, 1, dtype=acc, device=hidden.device)
         total = torch.zeros((), dtype=acc, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         grad_hidden = torch.empty(hidden.shape, dtype=acc, device=hidden.device) if needs_hidden else None
@@ -260,7 +283,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 likeliest = logits.argmax(-1, keepdim=True) if shared is None else shared.likeliest(logits)
                 correct += ((likeliest == index) & (scale > 0)).sum()
             needs_grad = needs_hidden or needs_weight or needs_bias
-            losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared)
+            if later:
+                given = scored[:, rows]
+                losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared, given)
+            else:
+                losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared)
             total += losses.sum()
             if each is not None:
                 each[rows] = losses[:, 0]
@@ -281,17 +308,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight.addmm_(grad.t(), inputs)
         if part is not None and grad_hidden is not None:
             dist.all_reduce(grad_hidden, group=part.ranks.get_group())  # each rank's is from its part of the head only
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.of_weight = None
+        if later and weight is not None:
+            slope = loss.slope_of_block(transform, whole if part is None else part.total)
+            ctx.of_weight = HeadGradient(slope, 0 if part is None else part.start, chunk * len(weight))
+        kept = (hidden, weight, bias, targets, *scored) if later else ()
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, *kept)
         ctx.dtypes = (hidden.dtype, *(None if each is None else each.dtype for each in (weight, bias)))
         ctx.mark_non_differentiable(correct)
         return total, correct
 
     @staticmethod
     def backward(ctx, grad_total, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        held, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         grads = [
             None if grad is None else grad.mul_(grad_total.to(grad.dtype)).to(dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            for grad, dtype in zip(held, ctx.dtypes, strict=True)
         ]
+        if ctx.of_weight is not None:
+            grads[1] = ctx.of_weight.compute(*kept, grad_total)
         return *grads, None, None, None, None, None, None, None, None
 
 

@@ -10,7 +10,9 @@ Token 4, the second of document 1, attends to tokens 3 and 4.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,15 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from shardtune.errors import ParallelError
+from shardtune.models.flex_documents import Soft, soft_attention
 from shardtune.parallel.ring_attention import Scoring, ring_attention
 from shardtune.parallel.ring_plan import Sight
 from shardtune.parallel.sequence_parallel import TokenShare, to_heads, to_tokens
 
 DOCUMENTS = "shardtune_documents"
 """The name of the implementation, as `attn_implementation` of a transformers config."""
+_NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether groups of query heads have to be named; torch before 2.13 takes them as they are."""
 
 
 @torch.compiler.disable(recursive=True)  # document lengths are data; a compiled graph would specialise on each of them
@@ -91,9 +96,14 @@ def document_attention(
         if s_aux is not None:
             ranks = token_share.ranks
             settings = replace(settings, sinks=s_aux.chunk(ranks.size())[ranks.get_local_rank()])
-    plain = softcap is None and s_aux is None
+    plain, found = softcap is None and s_aux is None, None
+    if query.is_cuda and not plain and not dropout:  # None where it has to be computed by the formula
+        soft = Soft(settings.scale, settings.causal, settings.window, settings.softcap, settings.sinks)
+        found = soft_attention(query, key, value, cu_seq_lens_q, soft, explicit)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain and not dropout:
         output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, settings)
+    elif found is not None:
+        output = found.transpose(1, 2).contiguous()
     else:  # one call per document: of torch's kernel, or of the formula
         lengths = cu_seq_lens_q.diff().tolist()
         documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
@@ -145,13 +155,19 @@ def _varlen(
     # A window of 4 is the query and 3 tokens before it; FlashAttention counts those 3, and -1 means no limit.
     left = -1 if settings.window is None else settings.window - 1
     right = 0 if settings.causal else left
-    grouped = q.shape[1] != k.shape[1]
+    grouped: dict[str, Any] = {"enable_gqa": True} if _NAMES_GROUPS and q.shape[1] != k.shape[1] else {}
     out = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_length, max_length,
-        scale=settings.scale, window_size=(left, right), enable_gqa=grouped,
+        q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=settings.scale, window_size=(left, right),
+        **grouped,
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out[None]
+
+
+def explicit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, soft: Soft) -> torch.Tensor:
+    """The formula for one document: [1, heads, tokens, size] to [1, heads, tokens, value_dim]."""
+    settings = _Settings(soft.scale, soft.causal, soft.window, 0.0, soft.softcap, soft.sinks)
+    return _explicit(query, key, value, settings)
 
 
 def _visible(length: int, causal: bool, window: int | None, device: torch.device) -> torch.Tensor:

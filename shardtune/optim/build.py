@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -22,6 +22,9 @@ from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer, ParamGroup
 from shardtune.optim.muon import MATRICES, MuonWithAdamW
 from shardtune.optim.named_class import is_of_torch, optimizer_class, way_of
 from shardtune.optim.sharded import OfParts, OfWhole
+
+FUSED_ON_GPUS = ("AdamW", "Adam", "SGD")
+"""Classes of torch with a fused kernel for CUDA."""
 
 
 def _arguments(name: str, config: OptimConfig) -> ParamGroup:
@@ -152,6 +155,7 @@ def build_optimizer(
         return _muon(settings, arguments, config)
     if config.state_dtype != "fp32":
         return _low_bit(config.name)(settings, arguments, state_dtype=config.state_dtype, seed=seed, starts=starts)
+    arguments |= _kernels(config.name, arguments, parameters.values())
     way = way_of(config.name, arguments)
     if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         return _make(config.name, settings, arguments)
@@ -160,6 +164,18 @@ def build_optimizer(
     if not is_of_torch(config.name):
         return OfParts(settings, lambda groups: _make(config.name, groups, arguments))
     return _make(config.name, settings, arguments)
+
+
+def _kernels(name: str, arguments: ParamGroup, parameters: Iterable[nn.Parameter]) -> ParamGroup:
+    """Arguments that choose torch's fused kernels where all parameters are on GPUs, if the recipe chooses none.
+
+    There a number's update does not depend on its place, as it does on a CPU: a CPU's kernel computes the last numbers
+    of a part one by one, with other roundings than those before, which it computes several at a time.
+    """
+    chosen = {"fused", "foreach", "capturable", "differentiable"} & arguments.keys()
+    if chosen or name not in FUSED_ON_GPUS:
+        return {}
+    return {"fused": True} if all(parameter.is_cuda for parameter in parameters) else {}
 
 
 def _muon(groups: list[ParamGroup], arguments: ParamGroup, config: OptimConfig) -> MuonWithAdamW:

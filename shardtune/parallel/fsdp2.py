@@ -504,9 +504,13 @@ class Weights:
             self._computed[name].data = self._computed[name].data.to(self._master)
         self.zero_gradients()
 
-    @torch.no_grad()
     def gradient_norm(self) -> float:
-        """The Euclidean norm of the whole gradient over all ranks, summed in fp64.
+        """The Euclidean norm of the whole gradient over all ranks, summed in fp64."""
+        return math.sqrt(self._ranks.sum((), [self.gradient_square()])[0])
+
+    @torch.no_grad()
+    def gradient_square(self) -> torch.Tensor:
+        """This rank's part of the square of that norm, an fp64 scalar.
 
         Each rank adds up the squares of its parts, each divided by the number of ranks that hold the same part, so that
         the sum over ranks counts every number once. Worked example on 2 shards x 2 tensor ranks: a matrix that both
@@ -520,10 +524,8 @@ class Weights:
                 by_copies.setdefault(self._num_copies[name], []).append(grad)
         for copies, grads in by_copies.items():
             norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
-            square += (norms.square().sum() / copies).to(square.device)
-        if self._ranks.mesh is not None:
-            dist.all_reduce(square)
-        return float(square.sqrt())
+            square += (norms.square().sum() / copies).to(square.device, non_blocking=True)
+        return square
 
     def _copies(self, name: str) -> int:
         """How many ranks hold the same part of a parameter."""
@@ -532,11 +534,6 @@ class Weights:
             return self._ranks.world_size
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         return self._ranks.world_size // math.prod(size for size, placement in sizes if not placement.is_replicate())
-
-    @torch.no_grad()
-    def have_gradient(self) -> bool:
-        """Whether backward passes have reached a parameter, on this rank."""
-        return any(parameter.grad is not None for parameter in self.parameters.values())
 
     def scale_gradients(self, factor: float) -> None:
         grads = [local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None]

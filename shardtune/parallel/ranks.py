@@ -27,6 +27,7 @@ from shardtune.parallel.shutdown import leave_at_exit
 T = TypeVar("T")
 COLLECTIVE_SECONDS = 1800
 ONE_RANK = Layout()
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Ranks:
         sequence_mesh: the ranks that share this one's sequences; None if there are none.
         expert_mesh: ("expert_shard", "expert") over all ranks, where experts are spread.
         counts: whether sums over rows count this rank's: of those that work on the same rows together the first does.
+        host: where ranks exchange numbers of Python: on the CPU, so that nothing waits for a GPU, if the process group
+            can.
     """
 
     rank: int
@@ -53,6 +56,7 @@ class Ranks:
     sequence_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
     counts: bool = True
+    host: torch.device = CPU
 
     @property
     def data_rank(self) -> int:
@@ -93,21 +97,39 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over ranks, in fp64; every rank passes the same number; ranks without `counts` add nothing."""
-        if self.mesh is None:
+    def sum(self, values: Sequence[float | torch.Tensor], parts: Sequence[torch.Tensor] = ()) -> list[float]:
+        """The sums over ranks, in fp64; every rank passes as many; ranks without `counts` add nothing.
+
+        Args:
+            values: numbers, or scalar tensors, which are all read at once: a GPU is waited for once.
+            parts: further scalar tensors, of which every rank adds its own.
+        """
+        given = [value for value in (*values, *parts) if isinstance(value, torch.Tensor)]
+        if not given and self.mesh is None:
             return [float(value) for value in values]
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if given:
+            # `torch.tensor` with numbers would wait for the GPU, `torch.full` does not.
+            device = given[0].device
+            scalars = [
+                value.detach()
+                if isinstance(value, torch.Tensor)
+                else torch.full((), value, dtype=torch.float64, device=device)
+                for value in (*values, *parts)
+            ]
+            tensor = torch.stack([scalar.to(device, torch.float64, non_blocking=True) for scalar in scalars])
+        else:
+            tensor = torch.tensor(values, dtype=torch.float64, device=self.host)
         if not self.counts:
-            tensor.zero_()
-        dist.all_reduce(tensor)
+            tensor[: len(values)] = 0.0
+        if self.mesh is not None:
+            dist.all_reduce(tensor)
         return tensor.tolist()
 
     def largest(self, value: float) -> float:
         """The largest of one value over ranks."""
         if self.mesh is None:
             return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.host)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return float(tensor)
 
@@ -267,7 +289,8 @@ def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:
         # Copies of the model are one more way to shard experts: FSDP2 sums their gradients over all that have them.
         experts = _mesh(device, (layout.num_ranks // layout.expert, layout.expert), ("expert_shard", "expert"))
     counts = rank % layout.model_ranks == 0
-    return Ranks(rank, layout.num_ranks, device, mesh, layout, sequence, experts, counts)
+    host = CPU if "cpu:" in dist.get_backend_config() else device  # a user's own group may be NCCL's alone
+    return Ranks(rank, layout.num_ranks, device, mesh, layout, sequence, experts, counts, host)
 
 
 _meshes: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}

@@ -233,8 +233,12 @@ def optimizer_step(
         totals = accumulate(forward, micro_batches, denominators, weights, draws=draws, scale=scale)
         if weights.replicates:
             weights.sync_replicated_gradients()
-        norm = weights.gradient_norm() / scale
-        if math.isfinite(norm) or loss_scale is None or not _are_finite(totals, ranks):
+        # All numbers of the step are read at once: the one time at which it waits for a GPU.
+        has_gradient = any(parameter.grad is not None for parameter in weights.parameters.values())
+        beside = [float(len(totals.metrics)), float(has_gradient)]
+        *sums, measured, reached, square = ranks.sum([*totals.losses.values(), *beside], [weights.gradient_square()])
+        norm = math.sqrt(square) / scale
+        if math.isfinite(norm) or loss_scale is None or not all(map(math.isfinite, sums)):
             break  # no scale mends a loss that is not finite
         loss_scale.halve()
         if buffers:
@@ -242,11 +246,7 @@ def optimizer_step(
     else:
         raise ModelError("fp16 gradients overflow at any loss scale", remedy="use actor.model.precision: bf16")
     known_at = time.perf_counter()
-    reached = norm != 0.0 or weights.have_gradient()
-    *sums, measured, reached = ranks.sum(
-        [*(float(total) for total in totals.losses.values()), float(len(totals.metrics)), float(reached)]
-    )
-    if not reached:
+    if not reached and not square:
         raise ModelError(
             "the loss has no gradient for any trained parameter",
             where="backward pass of the step",
@@ -275,11 +275,6 @@ def optimizer_step(
     if loss_scale:
         loss_scale.adjust()
     return StepResult(losses, norm, updated=True, metrics=metrics, gradient_at=known_at)
-
-
-def _are_finite(totals: Totals, ranks: Ranks) -> bool:
-    """Whether the losses of all ranks are; every rank calls it."""
-    return not ranks.largest(float(not all(bool(total.isfinite()) for total in totals.losses.values())))
 
 
 def peak_memory_gb(device: torch.device) -> float:

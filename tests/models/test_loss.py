@@ -15,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from shardtune.config import ActorConfig
 from shardtune.config.user_code import import_file
 from shardtune.errors import ConfigError
+from shardtune.models import head_gradient
 from shardtune.models import loss as loss_module
 from shardtune.models.chosen_loss import chosen_loss
 from shardtune.models.loss import (
@@ -219,6 +220,39 @@ def test_memory_does_not_grow_with_rows_times_vocabulary(path: Callable, monkeyp
     with Largest() as seen:  # the measure itself must see whole logits
         with_all_logits(inputs(torch.float32, 1600), IDENTITY, logits_dtype=torch.float32)
     assert seen.elements == 1600 * VOCABULARY
+
+
+def in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the gradient of any weight counts as large; 7 of its rows are summed at a time."""
+    monkeypatch.setattr(loss_module, "HELD_BYTES", 0)
+    monkeypatch.setattr(head_gradient, "BLOCK_BYTES", 7 * WIDTH * 8)
+    monkeypatch.setitem(loss_module.LOGITS_PER_CHUNK, "cpu", 3 * VOCABULARY)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("loss", [PLAIN, *REGULARISED, CrossEntropy(0.2, 0.1, by_probability=True)], ids=str)
+def test_the_gradient_of_a_large_head_is_the_same_by_blocks(
+    transform: LogitTransform, loss: CrossEntropy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = inputs(torch.float64)
+    whole = gradients(by_linear(values, transform, loss) * 0.3, values)
+    in_blocks(monkeypatch)
+    for ours, theirs in zip(gradients(by_linear(values, transform, loss) * 0.3, values), whole, strict=True):
+        assert float((ours - theirs).abs().max()) <= 1e-13 * float(theirs.abs().max())
+
+
+def test_the_gradient_of_a_large_head_is_never_held_nor_whole_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = inputs(torch.bfloat16, 10)
+    whole = gradients(by_linear(values, IDENTITY), values)
+    in_blocks(monkeypatch)
+    total: Any = by_linear(values, IDENTITY)
+    held = [tensor for tensor in total.grad_fn.saved_tensors if tensor is not None and tensor.dtype == torch.float32]
+    assert max(tensor.numel() for tensor in held) <= 10 * WIDTH
+    with Largest(torch.float32) as seen:
+        found = gradients(total, values)
+    assert seen.elements <= max(3 * VOCABULARY, 2 * 7 * WIDTH) < VOCABULARY * WIDTH
+    for ours, theirs in zip(found, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-9)
 
 
 def test_the_head_of_a_frozen_or_unrecorded_pass_keeps_nothing() -> None:

@@ -20,6 +20,7 @@ from shardtune.optim.build import (
 )
 from shardtune.optim.muon import MuonWithAdamW
 from shardtune.optim.named_class import REFUSED
+from shardtune.run.plan.ledger import AsOnCuda
 
 ALL = sorted(
     name
@@ -175,3 +176,21 @@ def test_rates_end_at_min_lr_in_every_group_that_lies_above_it() -> None:
     warm = config(min_lr=0.01, lr_warmup_steps=10)
     assert set_learning_rate(build_optimizer(parameters(), warm), 0, 100, warm) == pytest.approx(0.01)
     assert set_learning_rate(build_optimizer(parameters(), warm), 1, 100, warm) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "on_a_gpu"),
+    [
+        ("AdamW", {}, True),
+        ("SGD", {}, True),
+        ("AdamW", {"foreach": True}, None),
+        ("AdamW", {"fused": False}, False),
+        ("NAdam", {}, None),
+    ],
+)
+def test_kernels_are_fused_on_a_gpu_unless_the_recipe_chooses(name: str, args: dict, on_a_gpu: bool | None) -> None:
+    config = OptimConfig(name=name, args=args)
+    parameters = {"weight": nn.Parameter(torch.zeros(2, 2))}
+    with AsOnCuda():
+        assert build_optimizer(parameters, config).param_groups[0].get("fused") is on_a_gpu
+    assert build_optimizer(parameters, config).param_groups[0].get("fused") is args.get("fused")

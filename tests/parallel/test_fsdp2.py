@@ -80,7 +80,8 @@ def train(precision: str, cut: str, fault: str = "") -> dict[str, Any]:
                 module.set_gradient_divide_factor(float(ranks.world_size))
     weights = Weights(model, model, precision, ranks)
     if fault == "norm of the shard":
-        weights._ranks = Ranks(ranks.rank, ranks.world_size, ranks.device)
+        square = weights.gradient_square
+        weights.gradient_square = lambda: square() / ranks.world_size
     optimizer = torch.optim.SGD(weights.parameters.values(), lr=0.05)
     bounds = [ROWS * n // ranks.world_size for n in range(ranks.world_size + 1)]
     if cut == "ragged":

@@ -9,15 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements of a tensor that any operation gives."""
+    """Notes the most elements of a tensor that any operation gives; with a dtype, of a tensor of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.elements = 0
+        self._dtype = dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and self._dtype in (None, value.dtype):
                 self.elements = max(self.elements, value.numel())
         return result

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shardtune.models.flex_documents import flex, shapes
 from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.torch_private import (
     FakeTensor,
@@ -167,6 +168,8 @@ class AsOnCuda(TorchFunctionMode):
             return True
         if func == _DEVICE:
             return _CUDA
+        if func == flex:  # a compiled kernel, which sees no shapes
+            func = shapes
         if func == torch.Tensor.backward:
             with self:  # a mode is off while it handles a function, and this one runs checkpointed layers again
                 return backward(*args, **(kwargs or {}))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardtune.batch import Batch, LossSum, Metric
+from shardtune.batch import Batch, LossSum, Metric, moved
 from shardtune.config import Recipe
 from shardtune.data.cache.by_file import TrainingRows
 from shardtune.data.cache.dataset import TokenDataset
@@ -205,7 +205,4 @@ def is_of(name: str, mode: str) -> bool:
 def on_device(batch: Batch | Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """A batch as a dict whose tensors are on a device."""
     fields = batch.fields if isinstance(batch, Batch) else batch
-    return {
-        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for name, value in fields.items()
-    }
+    return {name: moved(value, device) if isinstance(value, torch.Tensor) else value for name, value in fields.items()}

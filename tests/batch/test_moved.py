@@ -1,0 +1,36 @@
+"""How tensors get to a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from shardtune.batch import moved
+
+GPU = torch.device("cuda", 0)
+
+
+class Moves(TorchFunctionMode):
+    """A GPU to which nothing is moved: notes what would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if func is torch.Tensor.pin_memory:
+            self.calls.append("pinned")
+            return args[0]
+        if func is torch.Tensor.to:
+            self.calls.append((args[1], kwargs))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_copies_from_pinned_memory_without_a_wait() -> None:
+    with Moves() as moves:
+        moved(torch.zeros(3), GPU)
+        moved(torch.zeros(3), torch.device("cpu"))
+    assert moves.calls == ["pinned", (GPU, {"non_blocking": True}), (torch.device("cpu"), {"non_blocking": True})]

@@ -1,0 +1,84 @@
+"""Soft caps and sinks by torch's flex attention, uncompiled on the CPU, against the formula."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as of_torch
+
+from shardtune.models import flex_documents, packed_attention
+from shardtune.models.flex_documents import BLOCK, by_blocks, document_mask, trial
+from shardtune.models.packed_attention import document_attention, explicit
+from shardtune.run.plan.ledger import AsOnCuda, Ledger
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(0.3, True, 20, 2.0, True), (0.25, False, None, 2.0, False), (0.25, True, None, None, True)],
+    ids=["cap, sinks and window", "cap, both ways", "sinks"],
+)
+def test_output_and_gradients_are_the_formulas(monkeypatch: pytest.MonkeyPatch, settings: Any) -> None:
+    """torch computes no gradients of it on a CPU for users, as the compiled form has none; the plain form has."""
+    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
+    attention = partial(by_blocks, of_torch.flex_attention)
+    assert max(trial(attention, CPU, torch.float64, (4, 2, 16, 8), settings, explicit)) < 1e-10
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 200), (False, None), (False, 100)])
+def test_blocks_are_those_with_a_visible_pair(causal: bool, window: int | None) -> None:
+    lengths = [300, 7, 1, 500, 90, 128]
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    tokens = sum(lengths)
+    mask = document_mask(bounds, tokens, causal, window)
+    parts = [packed_attention._visible(length, causal, window, CPU) for length in lengths]
+    number = -(-tokens // BLOCK)
+    padded = torch.zeros(number * BLOCK, number * BLOCK, dtype=torch.bool)
+    padded[:tokens, :tokens] = torch.block_diag(*parts).bool()
+    cut = padded.view(number, BLOCK, number, BLOCK)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), cut.any(3).any(1))
+    assert mask.full_kv_indices is not None
+    assert mask.full_kv_num_blocks is not None
+    full = [
+        set(row[:count].tolist())
+        for row, count in zip(mask.full_kv_indices[0, 0], mask.full_kv_num_blocks[0, 0], strict=True)
+    ]
+    assert full == [set(torch.nonzero(row).flatten().tolist()) for row in cut.all(3).all(1)]
+
+
+def test_on_a_gpu_a_plan_counts_no_scores() -> None:
+    tokens, heads = 2048, 4
+    ledger = Ledger()
+    with ledger.counting():
+        query, key, value = (
+            torch.empty(1, heads, tokens, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+        with AsOnCuda():
+            bounds = torch.tensor([0, tokens], dtype=torch.int32)
+            output, _ = document_attention(
+                SimpleNamespace(is_causal=True), query, key, value, None, softcap=2.0, cu_seq_lens_q=bounds,  # pyright: ignore
+                max_length_q=tokens,
+            )  # fmt: skip
+            output.sum().backward()
+    assert output.shape == (1, tokens, heads, 16)
+    assert query.grad is not None
+    assert sum(ledger.fullest().values()) < heads * tokens * tokens
+
+
+def test_where_it_fails_the_formula_is_used_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ValueError("no kernel")
+
+    monkeypatch.setattr(flex_documents, "flex", fails)
+    flex_documents._works.cache_clear()
+    query = torch.ones(1, 2, 8, 16)
+    soft = flex_documents.Soft(0.25, True, None, 2.0, None)
+    bounds = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.warns(RuntimeWarning, match=r"by its formula.*no kernel"):
+        assert flex_documents.soft_attention(query, query, query, bounds, soft, explicit) is None
+    flex_documents._works.cache_clear()
