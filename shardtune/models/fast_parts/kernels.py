@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from shardtune.errors import ConfigError
 from shardtune.models.fast_parts.replacement import Forward, Replacement
 
 Maker = Callable[[nn.Module], Sequence[Forward]]
 """Makes the ways to compute a module of one part."""
+SECTION = "actor.model.kernels"
 PARTS = ("rms_norm", "swiglu", "rope")
 ROTATION = "apply_rotary_pos_emb"
 """The function that rotates queries and keys, by the name that transformers gives it in the file of each model."""
@@ -32,18 +34,28 @@ HUB_NORM = ("kernels-community/liger-kernels", "LigerRMSNorm", 3)
 """Repository, layer and version of the norm that transformers trains with from the Hub."""
 
 
-def find_parts(model: nn.Module, source: str, part: str) -> Iterator[Replacement]:
-    """The modules of a model that a source has a part for."""
-    make = SOURCES[source]()[part]
+def load_parts(source: str) -> Mapping[str, Maker]:
+    """The parts that a source has.
+
+    Raises:
+        ConfigError: its library cannot be loaded.
+    """
+    try:
+        made = SOURCES[source]()
+    except Exception as problem:  # of a library's import, or of a download
+        raise ConfigError(
+            f"{SECTION}.source: {source} cannot be loaded: {str(problem).strip().partition(chr(10))[0]}",
+            where=f"{SECTION}.source",
+            remedy="install the library's own needs, or leave the key out",
+        ) from problem
+    return {part: made[part] for part in PARTS if part in made}
+
+
+def find_parts(model: nn.Module, part: str, make: Maker) -> Iterator[Replacement]:
+    """The modules of a model that are this part."""
     for name, module in model.named_modules():
         if _IS_PART[part](module):
             yield Replacement(name, module, make(module))
-
-
-def parts_of(source: str) -> list[str]:
-    """The parts that a source has."""
-    made = SOURCES[source]()
-    return [part for part in PARTS if part in made]
 
 
 # -- Which modules are which part --------------------------------------------------------------------------------------

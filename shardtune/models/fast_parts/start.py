@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 from shardtune.config import Recipe
+from shardtune.config.model_names import BUILT_IN
 from shardtune.config.schema import ModelConfig
 from shardtune.errors import ConfigError
+from shardtune.models.attention_implementation import check_attention
 from shardtune.models.fast_parts import fp8, kernels
 from shardtune.models.fast_parts.replacement import Replacement, compared, plainly
 from shardtune.parallel.ranks import Ranks, choose_device
 
-KERNELS = "actor.model.kernels"
+KERNELS = kernels.SECTION
 TOKENS = 256
 """Tokens of the row on which fast parts are compared with the plain ones."""
 BOUND = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 4e-3}
@@ -42,6 +44,8 @@ def check_available(recipe: Recipe) -> None:
         ConfigError: a package is not installed, or the device cannot compute it.
     """
     model = recipe.actor.model
+    if model.model_type in BUILT_IN and model.adapter is None and recipe.actor.worker is None:
+        check_attention(model.attn_implementation)
     source, scaling = model.kernels.source, model.fp8.scaling
     if source is None and scaling is None:
         return
@@ -54,13 +58,12 @@ def check_available(recipe: Recipe) -> None:
         if device.type != "cuda" and not (source == "liger" and os.environ.get(INTERPRETED) == "1"):
             raise _missing(recipe, f"{key}: {source}", f"its kernels need a GPU, not {device.type}", f"leave {key} out")
     if source is not None:
-        given = [part for part in model.kernels.parts if part not in kernels.parts_of(source)]
-        if given:
-            raise ConfigError(
-                f"{KERNELS}.source: {source} has no {given[0]}",
-                where=recipe.where(f"{KERNELS}.parts") or f"{KERNELS}.parts",
-                remedy=f"it has {', '.join(kernels.parts_of(source))}",
-            )
+        made = kernels.load_parts(source)
+        for part in model.kernels.parts:
+            if part not in made:
+                key = f"{KERNELS}.parts"
+                remedy = f"it has {', '.join(made)}"
+                raise ConfigError(f"{KERNELS}.source: {source} has no {part}", where=recipe.where(key), remedy=remedy)
     if scaling is not None:
         key = f"{fp8.SECTION}.scaling"
         if find_spec("torchao") is None:
@@ -93,8 +96,9 @@ class FastParts:
         self._config = config
         self._kernels: dict[str, list[Replacement]] = {}
         source = config.kernels.source
-        for part in (config.kernels.parts or kernels.parts_of(source)) if source is not None else ():
-            found = list(kernels.find_parts(model, source or "", part))
+        made = {} if source is None else kernels.load_parts(source)
+        for part in config.kernels.parts or made:
+            found = list(kernels.find_parts(model, part, made[part]))
             if not found and config.kernels.parts:
                 raise self._without(part)
             if found:
