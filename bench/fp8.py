@@ -1,7 +1,7 @@
 """Loss curves of FP8 beside bf16 and fp32: `.venv-fast-parts/bin/python bench/fp8.py`.
 
-It needs `make quickstart test-fast-parts`. Trains the quickstart's model on its data, the same rows in the same order each
-time, and rewrites the section `fp8` of docs/benchmarks.md. Without a GPU that multiplies FP8 its roundings are
+It needs `make quickstart test-fast-parts`. Trains the quickstart's model on its data, the same rows in the same order
+each time, and rewrites the section `fp8` of docs/benchmarks.md. Without a GPU that multiplies FP8 its roundings are
 emulated.
 """
 

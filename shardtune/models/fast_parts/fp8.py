@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,17 +84,17 @@ def _in_fp8(layer: nn.Linear, config: Fp8Config) -> Forward:
 
     The layer itself stays: FSDP has found its parameters there, and an adapter or an export its class.
     """
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-
-    assert config.scaling is not None
+    library: Any = import_module("torchao.float8")
+    linear: Any = import_module("torchao.float8.float8_linear")
     # Rows are ragged: in the gradient of the weight the number of tokens is a size that 16 need not divide.
-    made = replace(Float8LinearConfig.from_recipe_name(config.scaling), emulate=config.emulate, pad_inner_dim=True)
+    made = replace(
+        library.Float8LinearConfig.from_recipe_name(config.scaling), emulate=config.emulate, pad_inner_dim=True
+    )
     with torch.device("meta"):
-        products = Float8Linear(layer.in_features, layer.out_features, bias=False, config=made).linear_mm_config
+        products = linear.Float8Linear(layer.in_features, layer.out_features, bias=False, config=made).linear_mm_config
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        output = matmul_with_hp_or_float8_args.apply(x, layer.weight.t(), products, made)
+        output = linear.matmul_with_hp_or_float8_args.apply(x, layer.weight.t(), products, made)
         return output if layer.bias is None else output + layer.bias
 
     return forward

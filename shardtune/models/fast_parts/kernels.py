@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -119,7 +120,9 @@ def rotated_by(rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Make
     """
 
     def make(module: nn.Module) -> list[Forward]:
-        own = module.forward.__func__
+        bound = module.forward
+        assert isinstance(bound, MethodType)
+        own = bound.__func__
         assert isinstance(own, FunctionType)
         names = {**own.__globals__, ROTATION: rotate}
         made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
@@ -160,29 +163,28 @@ def _torch() -> dict[str, Maker]:
 
 def _liger() -> dict[str, Maker]:
     """Liger's Triton kernels. None of them may write into its inputs, which may be used elsewhere."""
-    from liger_kernel.transformers.functional import liger_rms_norm, liger_rope, liger_swiglu
+    liger: Any = import_module("liger_kernel.transformers.functional")
 
     def norm(casting: str, offset: float) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
         def by(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-            return liger_rms_norm(x, weight, epsilon, offset, casting, False)
+            return liger.liger_rms_norm(x, weight, epsilon, offset, casting, False)
 
         return by
 
     def rotate(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return liger_rope(q, k, cos, sin)
+        return liger.liger_rope(q, k, cos, sin)
 
     norms = [norm(casting, offset) for offset in (0.0, 1.0) for casting in ("llama", "gemma")]
-    return {"rms_norm": norms_by(*norms), "swiglu": gated_by(liger_swiglu), "rope": rotated_by(rotate)}
+    return {"rms_norm": norms_by(*norms), "swiglu": gated_by(liger.liger_swiglu), "rope": rotated_by(rotate)}
 
 
 def _hub() -> dict[str, Maker]:
     """The kernels of the Hub that transformers trains with: an RMSNorm, fetched when it is first used."""
-    from kernels import LayerRepository
-
+    library: Any = import_module("kernels")
     repository, layer, version = HUB_NORM
-    kind: Any = LayerRepository(repo_id=repository, layer_name=layer, version=version).load()
+    kind: Any = library.LayerRepository(repo_id=repository, layer_name=layer, version=version).load()
 
     def make(module: nn.Module) -> list[Forward]:
         return [MethodType(kind.forward, module)]
