@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,8 @@ from shardtune.models.fast_parts import kernels
 from shardtune.models.fast_parts.kernels import Maker, gated_by, norms_by, rotated_by
 from shardtune.models.fast_parts.start import BOUND, FastParts, check_available
 from shardtune.parallel.ranks import Ranks
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import recipe, run_recipe, run_recipes, save_model, save_rows
 from tests.support.tiny_architectures import shake, tiny_config
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -206,3 +209,20 @@ def test_what_a_machine_lacks_is_refused_before_ranks_start(monkeypatch: pytest.
         with pytest.raises(ConfigError) as refused:
             check_available(recipe)
         assert says in str(refused.value)
+
+
+@pytest.mark.slow
+def test_sharded_modules_are_replaced_too(tmp_path: Path) -> None:
+    """Two ranks with two micro-batches each have the numbers of one process, in fp64."""
+    model, rows = save_model("dense", tmp_path / "model"), save_rows(tmp_path / "rows.jsonl")
+    changes: dict[str, Any] = {"runner__max_steps": 6, "actor__model__kernels__source": "torch"}
+    alone = run_recipe(recipe(model, rows, **changes))
+    plain = run_recipe(recipe(model, rows, runner__max_steps=6))
+    (both,) = run_ranks(run_recipes, 2, [recipe(model, rows, actor__micro_batch_size=2, **changes)])[0]
+    assert both.notes[0].startswith("kernels: rms_norm of 5 modules by torch")
+    assert both.losses == pytest.approx(alone.losses, rel=1e-10)
+    assert both.norms == pytest.approx(alone.norms, rel=1e-10)
+    assert alone.losses != plain.losses
+    assert alone.losses == pytest.approx(plain.losses, rel=1e-6)
+    for name, weight in alone.weights.items():
+        torch.testing.assert_close(both.weights[name], weight, rtol=1e-10, atol=1e-10)
