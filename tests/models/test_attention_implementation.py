@@ -14,7 +14,7 @@ from transformers import modeling_flash_attention_utils as flash
 
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError
-from shardtune.models.attention_implementation import check_attention
+from shardtune.models.attention_implementation import check_attention, takes_boundaries
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.training import quiet, recipe, save_model, save_rows
 
@@ -74,7 +74,8 @@ def stand_in(calls: list[list[int]]) -> ModuleType:
 @pytest.mark.lengthy
 def test_flash_attention_3_gets_the_boundaries_of_packed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[int]] = []
-    entry = {**flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX[3], "general_availability_check": lambda: True}
+    here = {"general_availability_check": lambda: True, "supported_devices": ((lambda: True, "cpu"),)}
+    entry = {**flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX[3], **here}
     monkeypatch.setitem(flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX, 3, entry)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in(calls))
     monkeypatch.setattr(flash, "_loaded_implementation", None)
@@ -91,3 +92,8 @@ def test_flash_attention_3_gets_the_boundaries_of_packed_rows(tmp_path: Path, mo
         worker.release()
     assert {len(boundaries) for boundaries in calls} == {9}  # eight rows are packed
     torch.testing.assert_close(torch.tensor(losses[FA3]), torch.tensor(losses["auto"]), rtol=0.01, atol=0)
+
+
+def test_names_of_the_hub_take_boundaries_too() -> None:
+    names = {FA3: True, "kernels-community/vllm-flash-attn3": True, "kernels-community/paged": True, "sdpa": False}
+    assert {name: takes_boundaries(name) for name in names} == names

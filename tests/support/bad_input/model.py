@@ -148,7 +148,7 @@ MODEL: list[Case] = [
     with_keys(
         "parts of no kernels",
         "actor.model.kernels.parts=[rope]",
-        says="kernels.parts has no effect | without model.kernels.source | set it",
+        says="kernels.parts has no effect | without actor.model.kernels.source | set it",
     ),
     with_keys(
         "FP8 where torchao is not",
