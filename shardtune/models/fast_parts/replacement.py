@@ -28,13 +28,14 @@ class Replacement:
 
     Attributes:
         errors: of each way, the largest yet; empty before the module has been called in `compared`.
+        problems: of each way, what it has raised; empty text for nothing.
         chosen: the number of the way that is used; None: the module's own forward is.
     """
 
     def __init__(self, name: str, module: nn.Module, ways: Sequence[Forward]) -> None:
         self.name = name
         self.module = module
-        self.plain: Forward = module.forward
+        self._plain: Forward = module.forward
         self._ways = ways
         self._of_instance: Forward | None = vars(module).get("forward")
         self.errors: list[float] = []
@@ -45,11 +46,6 @@ class Replacement:
     def kind(self) -> type[nn.Module]:
         return type(self.module)
 
-    def use(self, way: int) -> None:
-        """Compute the module by one of the ways from now on."""
-        self.chosen = way
-        self._put(self._ways[way])
-
     def restore(self) -> None:
         """Give the module its own forward."""
         if self._of_instance is None:
@@ -58,7 +54,7 @@ class Replacement:
             self._put(self._of_instance)
 
     def resume(self) -> None:
-        """Compute the module again as it was chosen."""
+        """Compute the module as it was chosen; by its own forward where nothing was."""
         if self.chosen is not None:
             self._put(self._ways[self.chosen])
 
@@ -70,7 +66,7 @@ class Replacement:
         self.module.forward = cast(Any, forward)
 
     def _compared(self, *args: Any, **kwargs: Any) -> Any:
-        expected = results(self.plain, self.module, args, kwargs)
+        expected = results(self._plain, self.module, args, kwargs)
         self.errors = self.errors or [0.0] * len(self._ways)
         self.problems = self.problems or [""] * len(self._ways)
         for number, way in enumerate(self._ways):
@@ -80,7 +76,7 @@ class Replacement:
                 error = float("inf")
                 self.problems[number] = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
             self.errors[number] = max(self.errors[number], error)
-        return self.plain(*args, **kwargs)
+        return self._plain(*args, **kwargs)
 
 
 @contextmanager

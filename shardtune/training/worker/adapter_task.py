@@ -183,6 +183,7 @@ class AdapterTask(CachedRowsTask):
     def restore_model(self, model: nn.Module) -> None:
         if self._fast_parts is not None:
             self._fast_parts.restore()
+            self._fast_parts = None  # it holds the model
         super().restore_model(model)
         if isinstance(self._hooks.token_loss, Distillation):
             self._hooks.token_loss.teacher = None
