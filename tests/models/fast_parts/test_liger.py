@@ -6,6 +6,7 @@ import importlib
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,31 +14,29 @@ from tests.models.fast_parts.test_replacement import gradients, started, tiny
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton's interpreter is off: make test-fast-parts", allow_module_level=True)
-pytest.importorskip("triton")
+triton: Any = pytest.importorskip("triton")
+tl: Any = pytest.importorskip("triton.language")
 pytest.importorskip("liger_kernel")
+
+
+@triton.jit
+def rsqrt(x):  # type: ignore[no-untyped-def]
+    return tl.rsqrt(x)
 
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Triton's interpreter lacks: numbers as arguments become tensors, and a reciprocal root exists."""
-    import numpy as np
-    import triton
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    module: Any = interpreter
-    own = module._implicit_cvt
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    own = interpreter._implicit_cvt
 
     def converted(argument: Any) -> Any:
         if isinstance(argument, float):
-            return tl.tensor(module.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32)
+            handle = interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32)
+            return tl.tensor(handle, tl.float32)
         return own(argument)
 
-    @triton.jit
-    def rsqrt(x):  # type: ignore[no-untyped-def]
-        return tl.rsqrt(x)
-
-    monkeypatch.setattr(module, "_implicit_cvt", converted)
+    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
     monkeypatch.setattr(importlib.import_module("liger_kernel.ops.rms_norm"), "rsqrt", rsqrt)
 
 
