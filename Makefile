@@ -11,13 +11,14 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZE
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+FAST_PARTS := .venv-fast-parts
 QUICKSTART := examples/quickstart
 DATA := $(QUICKSTART)/made/train.jsonl
 MODEL := $(QUICKSTART)/made/model/model.safetensors
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv quickstart check quick test test-slow gpu lint format docs docs-check clean-quickstart
+.PHONY: help venv quickstart check quick test test-slow test-fast-parts gpu lint format docs docs-check clean-quickstart
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -57,6 +58,17 @@ test-slow: $(INSTALLED) ## run the long forms of some tests
 
 gpu: $(INSTALLED) ## on a machine with a GPU: all that only a GPU can show, in calls of ten minutes; make gpu GPU_ARGS=--list
 	$(BIN)/python bench/gpu.py $(GPU_ARGS)
+
+# Liger and torchao are imported by peft and transformers wherever they are installed, which every run would wait for:
+# they get an environment of their own, over the packages of the first.
+$(FAST_PARTS)/.installed: $(INSTALLED)
+	$(BIN)/python -m venv --clear $(FAST_PARTS)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$($(FAST_PARTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	$(FAST_PARTS)/bin/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt liger-kernel torchao triton
+	@touch $@
+
+test-fast-parts: $(FAST_PARTS)/.installed ## run the tests of Liger's kernels and of FP8, which the other environment lacks
+	$(TEST_ENV) TRITON_INTERPRET=1 PYTHONPATH=. $(FAST_PARTS)/bin/python -m pytest tests/models/fast_parts
 
 docs: $(INSTALLED) ## build the documentation site into build/site; a warning is an error
 	$(TEST_ENV) $(BIN)/python -m sphinx -W --keep-going -q -c docs -d build/doctrees -b html . build/site

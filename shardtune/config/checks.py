@@ -57,7 +57,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
     rules = (
         *(_launcher, _logger, _required, _batches, _length, _by_file, _schedule),
         *(_duration, _evaluation, _harness, _episodes, _watching, _anomalies, _losses, _lora),
-        *(_execution, _optimizer_states, _actions, _values, _pixels, _augmentation),
+        *(_execution, _fast_parts, _optimizer_states, _actions, _values, _pixels, _augmentation),
     )
     return [problem for rule in rules for problem in rule(context)]
 
@@ -530,6 +530,15 @@ def _execution(context: Context) -> Iterator[ConfigError]:
             f"actor.parallel.sequence_method ({method}) has no effect with actor.parallel.sequence: 1",
             "leave it out, or set actor.parallel.sequence to the ranks that share each sequence",
         )
+    attention, precision = actor.model.attn_implementation, actor.model.precision
+    ours = actor.worker is None and actor.model.adapter is None and actor.model.model_type in OF_LANGUAGE
+    if ours and "flash" in attention and precision in ("fp32", "fp64"):
+        yield context.problem(
+            "actor.model.attn_implementation",
+            f"actor.model.attn_implementation: {attention} computes in half precision alone, and "
+            f"actor.model.precision is {precision}",
+            "set actor.model.precision: bf16, or attn_implementation: auto",
+        )
     if actor.model.compile and actor.model.gradient_checkpointing == "selective":
         yield context.problem(
             "actor.model.gradient_checkpointing",
@@ -544,6 +553,52 @@ def _execution(context: Context) -> Iterator[ConfigError]:
             "compiler does not support layers with tensor parallelism",
             "leave one of them out; actor.parallel.sequence works with it",
         )
+
+
+OF_LANGUAGE = ("causal_lm", "vision_language", "vision_language_action")
+"""Model types whose modules may be replaced by fast parts."""
+
+
+def _fast_parts(context: Context) -> Iterator[ConfigError]:
+    actor, model = context.recipe.actor, context.recipe.actor.model
+    for section, on, values in (
+        ("kernels", "source", model.kernels.model_dump(exclude_defaults=True)),
+        ("fp8", "scaling", model.fp8.model_dump(exclude_defaults=True)),
+    ):
+        if values and on not in values:
+            why = f"without actor.model.{section}.{on}"
+            yield from context.idle(f"actor.model.{section}", values, why, "set it, or leave the section out")
+        if on not in values:
+            continue
+        key = f"actor.model.{section}.{on}"
+        refused = {
+            f"actor.worker: {actor.worker}": (actor.worker is not None, "its own code computes the model"),
+            f"actor.model.adapter: {model.adapter}": (model.adapter is not None, "it may compute the model in any way"),
+            f"actor.model.model_type: {model.model_type}": (
+                model.model_type not in OF_LANGUAGE,
+                f"it is for {enumerated(OF_LANGUAGE)}",
+            ),
+            f"actor.parallel.tensor: {actor.parallel.tensor}": (
+                actor.parallel.tensor > 1,
+                "layers then hold parts of their matrices",
+            ),
+        }
+        for other, (is_set, why) in refused.items():
+            if is_set:
+                yield context.problem(
+                    key, f"{key}: {values[on]} does not work with {other}: {why}", "leave one of them out"
+                )
+    if model.fp8.scaling is None:
+        return
+    if model.is_lora and model.lora.base_dtype == "nf4":
+        key = "actor.model.fp8.scaling"
+        nf4 = "actor.model.lora.base_dtype: nf4"
+        what = f"{key}: {model.fp8.scaling} does not work with {nf4}, whose layers hold four bits"
+        yield context.problem(key, what, "leave one of them out")
+    if model.precision != "bf16" and not model.fp8.emulate:
+        key = "actor.model.fp8.scaling"
+        what = f"{key}: {model.fp8.scaling} needs actor.model.precision: bf16, not {model.precision}"
+        yield context.problem(key, what, "set precision: bf16, or leave it out")
 
 
 OF_ACTION_TOKENS = ("action_token_len", "num_action_bins", "action_tokens", "action_prompt", "action_state")

@@ -145,6 +145,14 @@ def _check_flat(actor: ActorConfig) -> None:
             "its own offloading needs a GPU, and FSDP2's does not",
         ),
         "actor.model.compile: true": (actor.model.compile, "its hooks inside compiled units are untested"),
+        f"actor.model.kernels.source: {actor.model.kernels.source}": (
+            actor.model.kernels.source is not None,
+            "it holds weights as views into others, on which replaced modules are untested",
+        ),
+        f"actor.model.fp8.scaling: {actor.model.fp8.scaling}": (
+            actor.model.fp8.scaling is not None,
+            "it holds weights as views into others, on which layers in FP8 are untested",
+        ),
         "actor.model.lora.base_dtype: nf4": (
             actor.model.is_lora and lora.base_dtype == "nf4",
             "it concatenates weights, not four-bit codes",

@@ -34,7 +34,13 @@ from shardtune.models.adapter import (
     WeightSource,
     cannot_share_sequences,
 )
-from shardtune.models.attention_implementation import attention_name, pretrained, set_attention, under_attention
+from shardtune.models.attention_implementation import (
+    attention_name,
+    pretrained,
+    set_attention,
+    takes_boundaries,
+    under_attention,
+)
 from shardtune.models.distillation import Distillation, Distilled, TeacherLogits, logits_of
 from shardtune.models.embedding_noise import embedding_noise
 from shardtune.models.language_head import AtHead, declared_transform, own_forward, same
@@ -544,7 +550,7 @@ class CausalLM(LanguageModel):
             arguments |= self._mixers.pack(batch.cu_seqlens)
         if batch.fields:
             arguments |= self.further_inputs(batch)
-        if self._attention == DOCUMENTS or self._attention.startswith("flash"):
+        if self._attention == DOCUMENTS or takes_boundaries(self._attention):
             arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
         sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)

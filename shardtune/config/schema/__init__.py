@@ -26,7 +26,15 @@ from shardtune.config.schema.key_names import (
     short_key,
     short_keys,
 )
-from shardtune.config.schema.model import LoraConfig, ModelConfig, TokenizerConfig, ValueHeadConfig, action_tokens
+from shardtune.config.schema.model import (
+    Fp8Config,
+    KernelsConfig,
+    LoraConfig,
+    ModelConfig,
+    TokenizerConfig,
+    ValueHeadConfig,
+    action_tokens,
+)
 from shardtune.config.schema.recipe import Recipe, escape_interpolation
 from shardtune.config.schema.runner import BestConfig, EarlyStopConfig, LoggerConfig, RayConfig, RunnerConfig
 from shardtune.config.schema.spelling import Spelling
@@ -45,7 +53,9 @@ __all__ = [
     "DataEntry",
     "EarlyStopConfig",
     "EvalConfig",
+    "Fp8Config",
     "FsdpConfig",
+    "KernelsConfig",
     "LoggerConfig",
     "LoraConfig",
     "ModelConfig",

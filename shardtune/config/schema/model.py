@@ -101,6 +101,30 @@ class ValueHeadConfig(Section):
     detach: bool = key(False, "The value's loss trains the value head alone; its gradient does not reach the model.")
 
 
+class KernelsConfig(Section):
+    source: Literal["torch", "liger", "hub"] | None = key(
+        None,
+        "Whose fused modules replace the model's own in training: torch (RMSNorm), liger (RMSNorm, SwiGLU, rotary "
+        "embeddings; needs a GPU), hub (an RMSNorm of Hugging Face's kernels; needs a GPU); null: none. Each is "
+        "compared with the model's own before training, and refused where more than rounding differs.",
+    )
+    parts: Annotated[list[Literal["rms_norm", "swiglu", "rope"]], Distinct] = key(
+        [], "The parts that are replaced; []: all that the source has and the model has."
+    )
+
+
+class Fp8Config(Section):
+    scaling: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(
+        None,
+        "Compute linear layers in FP8 in training, by torchao's recipe of this name; rowwise_with_gw_hp: the one whose "
+        "numbers do not depend on the rows of a micro-batch; null: none. The head is not.",
+    )
+    exclude: list[NamePattern] = key(
+        [], "Linear layers that are not computed in FP8: regular expressions, searched for in the layers' names."
+    )
+    emulate: bool = key(False, "Round as FP8 does and compute in fp32: for devices that have no FP8, slow.")
+
+
 class ModelConfig(Section):
     model_type: Text = key(
         "causal_lm",
@@ -138,6 +162,8 @@ class ModelConfig(Section):
         "the results of matrix products and attention, and recompute only the rest.",
     )
     compile: bool = key(False, "Compile the model with torch.compile.")
+    kernels: KernelsConfig = section(KernelsConfig, "Fused modules of other libraries.")
+    fp8: Fp8Config = section(Fp8Config, "Linear layers in FP8.")
     freeze: list[NamePattern] = key(
         [],
         "Parameters that are not trained: regular expressions, searched for in the parameters' names; or parts: "

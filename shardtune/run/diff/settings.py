@@ -62,6 +62,8 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "actor.model.gradient_checkpointing": ("rounding",),
     "actor.model.attn_implementation": ("rounding",),
     "actor.model.compile": ("rounding",),
+    "actor.model.kernels": ("rounding",),
+    "actor.model.fp8": ("rounding",),
     "actor.model.low_cpu_mem_usage": (),
     "actor.tokenizer": ("tokens", "loss"),
     "actor.optim": ("update",),

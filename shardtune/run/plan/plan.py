@@ -198,7 +198,7 @@ class Planner:
         adapter.check_layout(layout)
         work = self.rows(recipe, adapter, layout)
         found, notes = measured(recipe, adapter, layout, work, hardware.on_cuda)
-        notes = [*notes, *_of_quantized(recipe)]
+        notes = [*notes, *_of_quantized(recipe), *_of_fast_parts(recipe)]
         peak = sum(found.memory.values()) if found.memory else 0.0
         reserve = INTERPRETER
         if hardware.on_cuda:
@@ -366,6 +366,22 @@ def _of_quantized(recipe: Recipe) -> list[str]:
         return []
     kept = "in NF4" if config.is_lora and config.lora.base_dtype == "nf4" else "whole"
     return [f"the weights are quantised ({quantization.format}), and dequantised while they are read: held {kept}"]
+
+
+def _of_fast_parts(recipe: Recipe) -> list[str]:
+    """Notes on parts of other libraries: the memory is that of the model's own modules."""
+    model, notes = recipe.actor.model, []
+    if model.kernels.source is not None:
+        notes.append(
+            f"model.kernels.source: {model.kernels.source}: planned with the model's own modules, whose activations "
+            "take at least as much"
+        )
+    if model.fp8.scaling is not None:
+        notes.append(
+            f"model.fp8.scaling: {model.fp8.scaling}: planned as in {model.precision}; weights and activations are "
+            "kept so, and rounded to FP8 for each product, one layer at a time"
+        )
+    return notes
 
 
 def _estimated(recipe: Recipe, adapter: Adapter, layout: Layout, work: Work, why: str) -> tuple[Memory, list[str]]:

@@ -30,6 +30,7 @@ from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, Langua
 from shardtune.models.adapter_contract import check_value_head
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.distillation import Distillation
+from shardtune.models.fast_parts.start import TOKENS, FastParts, fast_parts
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.models.source_losses import SourceLosses
 from shardtune.models.tasks.task import Record, TaskRoot, TextTask
@@ -55,6 +56,7 @@ class AdapterTask(CachedRowsTask):
     Args:
         hooks: the recipe's own loss and metrics.
         ranks: of the run.
+        training: whether the model is trained, with the fast parts that the recipe names.
     """
 
     def __init__(
@@ -66,9 +68,12 @@ class AdapterTask(CachedRowsTask):
         *,
         hooks: Hooks,
         ranks: Ranks,
+        training: bool = True,
     ) -> None:
         super().__init__(recipe, adapter, prepared, methods)
         self._hooks = hooks
+        self._training = training
+        self._fast_parts: FastParts | None = None
         self._ranks = ranks
         self._whole_step = WholeStep(adapter, ranks) if isinstance(adapter, WholeStepAdapter) else None
         self._episodes = episodes(recipe, adapter)
@@ -94,7 +99,32 @@ class AdapterTask(CachedRowsTask):
     def probe_assumptions(self, model: nn.Module, device: torch.device) -> list[str]:
         """Verify the adapter's assumptions about the model on two real rows; if they fail, do without them."""
         samples, dtype = self._longest_rows(), COMPUTE_DTYPE[self.recipe.actor.model.precision]
-        return self.adapter.probe_assumptions(root_of(model), samples, device, dtype) if samples else []
+        root = root_of(model)
+        if not samples:
+            return []
+        if self._training and isinstance(root, LanguageRoot) and isinstance(self.adapter, CausalLM):
+            self._fast_parts = fast_parts(root.model, self.recipe.actor.model)
+        if self._fast_parts is None:
+            return self.adapter.probe_assumptions(root, samples, device, dtype)
+        notes = self._start(self._fast_parts, root, samples[0], device, dtype)
+        with self._fast_parts.without_fp8():
+            return [*notes, *self.adapter.probe_assumptions(root, samples, device, dtype)]
+
+    @torch.no_grad()
+    def _start(
+        self, parts: FastParts, root: AdapterRoot, sample: Sample, device: torch.device, dtype: torch.dtype
+    ) -> list[str]:
+        """Compare fast parts with plain ones on the first tokens of a row."""
+        assert isinstance(root, LanguageRoot)
+        assert isinstance(self.adapter, CausalLM)
+        row = self.adapter.shortened(sample, TOKENS)
+        batch, positions = self.adapter.collate([row], [0], {}).to(device), torch.arange(1, device=device)
+        was_training = root.training
+        root.eval()
+        try:
+            return parts.start(lambda: root.reference_logits(batch, positions), self._ranks, dtype)
+        finally:
+            root.train(was_training)
 
     def _longest_rows(self) -> list[Sample]:
         """Two of them; none without rows."""
@@ -151,6 +181,9 @@ class AdapterTask(CachedRowsTask):
         return teacher
 
     def restore_model(self, model: nn.Module) -> None:
+        if self._fast_parts is not None:
+            self._fast_parts.restore()
+            self._fast_parts = None  # it holds the model
         super().restore_model(model)
         if isinstance(self._hooks.token_loss, Distillation):
             self._hooks.token_loss.teacher = None

@@ -23,6 +23,7 @@ from shardtune.errors import ConfigError
 from shardtune.evaluate.generate import Generator
 from shardtune.evaluate.loss import as_metrics
 from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, WholeStepAdapter
+from shardtune.models.fast_parts.start import check_available
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.lora.attach import detach_adapter
 from shardtune.models.new_tokens import add_new_tokens
@@ -92,6 +93,9 @@ class SFTWorker(FSDPSftWorker):
         self.adapter: Adapter = find_adapter(recipe, model=model, tokenizer=tokenizer)
         self.adapter.train_data = train_data
         self._in_memory = model
+        self._trains = training
+        if training:
+            check_available(recipe)
         sharded = model is not None and recipe.actor.model.is_lora and num_ranks(recipe.runner) > 1
         self._empty_base = without_values(model) if model is not None and sharded else None
         self._hooks = Hooks.of(recipe, self.adapter, training=training)
@@ -122,7 +126,13 @@ class SFTWorker(FSDPSftWorker):
     def _make_task(self) -> Task:
         self._refuse_unused_overrides()
         self._rows_task: CachedRowsTask = AdapterTask(
-            self.recipe, self.adapter, self.prepared, self._methods(), hooks=self._hooks, ranks=self.ranks
+            self.recipe,
+            self.adapter,
+            self.prepared,
+            self._methods(),
+            hooks=self._hooks,
+            ranks=self.ranks,
+            training=self._trains,
         )
         return self._rows_task
 

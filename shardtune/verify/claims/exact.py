@@ -30,6 +30,10 @@ def in_fp64(recipe: Recipe) -> tuple[dict[str, object], list[str]]:
     notes = []
     if actor.optim.state_dtype != "fp32":
         notes.append(f"optimizer states in full precision instead of {actor.optim.state_dtype}")
+    for section, key in (("kernels", "source"), ("fp8", "scaling")):
+        if actor.model.model_dump(exclude_defaults=True).get(section, {}).get(key) is not None:
+            changes[f"actor.model.{section}"] = {}
+            notes.append(f"actor.model.{section} off")
     if actor.model.is_lora:
         changes["actor.model.lora.base_dtype"] = "auto"
         if lora.dropout:

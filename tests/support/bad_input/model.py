@@ -129,6 +129,40 @@ MODEL: list[Case] = [
     ),
     with_keys("an attention nobody knows", "actor.model.attn_implementation=quick", says="quick | attn_implementation"),
     with_keys(
+        "FlashAttention 3 where it is not",
+        "actor.model.attn_implementation=flash_attention_3",
+        "actor.model.precision=bf16",
+        says="flash_attention_3 | attn_implementation | flash_attn_interface",
+    ),
+    with_keys(
+        "FlashAttention in fp32",
+        "actor.model.attn_implementation=flash_attention_3",
+        "actor.model.precision=fp32",
+        says="flash_attention_3 | half precision | precision: bf16",
+    ),
+    with_keys(
+        "kernels that are not installed",
+        "actor.model.kernels.source=liger",
+        says="kernels.source: liger | not installed | pip install",
+    ),
+    with_keys(
+        "parts of no kernels",
+        "actor.model.kernels.parts=[rope]",
+        says="kernels.parts has no effect | without actor.model.kernels.source | set it",
+    ),
+    with_keys(
+        "FP8 where torchao is not",
+        "actor.model.fp8.scaling=rowwise",
+        "actor.model.precision=bf16",
+        says="fp8.scaling: rowwise | torchao is not installed | pip install",
+    ),
+    with_keys(
+        "FP8 in fp32",
+        "actor.model.fp8.scaling=rowwise",
+        "actor.model.precision=fp32",
+        says="fp8.scaling | needs | precision: bf16",
+    ),
+    with_keys(
         "nothing to freeze", "actor.model.freeze=[visual]", says="pattern visual | actor.model.freeze | names look like"
     ),
     with_keys(
