@@ -57,6 +57,8 @@ def run_part(name: str, setting: Setting, seconds: float) -> None:
             records.add(unfinished, verdict=FAIL, note=f"its process ended with exit code {code}; see {log.name}")
         elif code:
             raise SystemExit(f"{name}: exit code {code}\n{log.read_text()[-2000:]}")
+        else:  # all that there is time for
+            return
 
 
 def main() -> int:

@@ -25,8 +25,12 @@ from shardtune.training.utilisation import Utilisation, peak_flops
 BENCH = Path(__file__).resolve().parent.parent
 STEPS, TURNS = 6, 3
 START_SECONDS = 150.0
-TOGETHER = ("0.6B", "1.7B")
-"""Models of which all contenders lie on the GPU at the same time and take turns; those of others run in succession."""
+
+
+def together(case: Case, setting: Setting) -> bool:
+    """Whether all contenders fit on a GPU at the same time and take turns; otherwise they run in succession."""
+    small = case.model == "0.6B" or (case.model == "1.7B" and (case.lora or case.length <= 2048))
+    return small or setting.device == "cpu"
 
 
 class Contender:
@@ -99,8 +103,7 @@ def measure(setting: Setting, case: Case, names: Sequence[str]) -> list[Facts]:
     lines: list[Facts] = []
     turns = 1 if setting.small else TURNS
     done: list[Contender] = []
-    together = case.model in TOGETHER or setting.device == "cpu"
-    for group in [list(names)] if together else [[name] for name in names]:
+    for group in [list(names)] if together(case, setting) else [[name] for name in names]:
         running: list[Contender] = []
         for name in group:
             found = _started(name, case, setting)
