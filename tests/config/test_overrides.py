@@ -231,7 +231,7 @@ PLAIN_VALUES = (
 OTHER_VALUES = "000 1e 007e2 00.5 1_000 .5 1. nan -inf 12345678901234567890 [a] a,b 'a' ${a} a=b"
 
 
-def test_plain_values_are_what_hydra_makes_of_them():
+def test_plain_values_are_what_hydra_makes_of_them(load, monkeypatch):
     """They are read without Hydra, whose import takes time; what is not plain is left to it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -243,3 +243,5 @@ def test_plain_values_are_what_hydra_makes_of_them():
         made = plain_value(plain["value"])
         assert (type(made), made) == (type(parsed.value()), parsed.value())
     assert not [value for value in OTHER_VALUES.split() if PLAIN.fullmatch(f"a={value}")]
+    monkeypatch.setattr("shardtune.config.overrides._parser", None)
+    assert load("++optim.lr=3e-5", "runner.logger.log_path=/a/b-1.5").actor.optim.lr == 3e-5
