@@ -12,25 +12,34 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 FAST_PARTS := .venv-fast-parts
+LATEST := .venv-latest
+LATEST_INSTALLED := $(LATEST)/.installed
 QUICKSTART := examples/quickstart
 DATA := $(QUICKSTART)/made/train.jsonl
 MODEL := $(QUICKSTART)/made/model/model.safetensors
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv quickstart check quick test test-slow test-fast-parts gpu lint format docs docs-check clean-quickstart
+.PHONY: help venv quickstart check quick test test-slow test-fast-parts test-latest gpu lint format docs docs-check clean-quickstart
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
 venv: $(INSTALLED) ## make .venv and install shardtune with the pinned versions of constraints.txt
 
-# A .venv that works is used again; one whose Python is gone is made anew.
-$(INSTALLED): constraints.txt pyproject.toml
+# A folder that works is used again; one whose Python is gone is made anew.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'shardtune needs Python 3.11 or newer: make PYTHON=/path/to/python3.11'; exit 1; }
-	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
+	$(1)/bin/python -m pip install --disable-pip-version-check -c $(2) -e '.[dev]'
 	@touch $@
+endef
+
+$(INSTALLED): constraints.txt pyproject.toml
+	$(call install,$(VENV),constraints.txt)
+
+$(LATEST_INSTALLED): constraints-latest.txt pyproject.toml
+	$(call install,$(LATEST),constraints-latest.txt)
 
 $(DATA): $(QUICKSTART)/make_data.py | $(INSTALLED)
 	$(BIN)/python $(QUICKSTART)/make_data.py
@@ -55,6 +64,9 @@ test: $(INSTALLED) ## run all tests
 
 test-slow: $(INSTALLED) ## run the long forms of some tests
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+test-latest: $(LATEST_INSTALLED) ## run all tests with the newest releases (constraints-latest.txt), in a .venv-latest of its own
+	$(TEST_ENV) $(LATEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 gpu: $(INSTALLED) ## on a machine with a GPU: all that only a GPU can show, in calls of ten minutes; make gpu GPU_ARGS=--list
 	$(BIN)/python bench/gpu.py $(GPU_ARGS)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from shardtune.errors import ConfigError
 from tests.support.doc_blocks import ROOT
 
 PACKAGE = ROOT / "shardtune"
@@ -105,6 +107,13 @@ def test_the_module_holds_nothing_unused():
     assert imported <= offered
     functions = {node.name for node in ast.parse(texts[ALLOWED]).body if isinstance(node, ast.FunctionDef)}
     assert not functions - imported
+
+
+def test_a_release_of_torch_that_lacks_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.autograd.graph._engine_run_backward")
+    with pytest.raises(ConfigError, match=r"lacks a name .*'_engine_run_backward'") as raised:
+        runpy.run_path(str(ALLOWED))
+    assert raised.value.remedy.startswith("pip install 'torch")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.arguments import Checkpoint, Trust
+from shardtune.cli.starting import importing
 from shardtune.cli.words import split_words, without_flags
 from shardtune.errors import ConfigError
 
@@ -47,7 +48,8 @@ def evaluate(
         )
     if path is not None and (Path(path) / "config.json").is_file():
         path, overrides = None, without_flags([f"--model={path}"], []) + overrides
-    from shardtune.run.evaluation import evaluate as run_evaluation
+    with importing():
+        from shardtune.run.evaluation import evaluate as run_evaluation
 
     metrics = run_evaluation(path, *overrides, checkpoint=checkpoint, trust=trust or ())
     if metrics and os.environ.get("RANK", "0") == "0":

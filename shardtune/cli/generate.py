@@ -20,6 +20,7 @@ from shardtune.cli.arguments import (
     TopP,
     Trust,
 )
+from shardtune.cli.starting import importing
 from shardtune.errors import ConfigError, printable
 
 
@@ -83,9 +84,10 @@ def generate(
             where="shardtune generate",
             remedy="name images in the rows of the file: images: [a.jpg], relative to it",
         )
-    from shardtune.cli.chat import Question, answer_line, read_prompts
-    from shardtune.evaluate.generate import Sampling
-    from shardtune.run.plain_model import load_run_or_model
+    with importing():
+        from shardtune.cli.chat import Question, answer_line, read_prompts
+        from shardtune.evaluate.generate import Sampling
+        from shardtune.run.plain_model import load_run_or_model
 
     given = _template_kwargs(template_kwargs)
     questions = read_prompts(file) if file else [Question(text, image or []) for text in prompts]
@@ -135,9 +137,10 @@ def chat(
             where="shardtune chat",
             remedy=f"shardtune chat {target}, or shardtune generate {target} --prompt {more[0]!r}",
         )
-    from shardtune.cli.chat import chat as talk
-    from shardtune.evaluate.generate import Sampling
-    from shardtune.run.plain_model import load_run_or_model
+    with importing():
+        from shardtune.cli.chat import chat as talk
+        from shardtune.evaluate.generate import Sampling
+        from shardtune.run.plain_model import load_run_or_model
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     given = _template_kwargs(template_kwargs)

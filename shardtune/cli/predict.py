@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.arguments import Checkpoint, Trust
+from shardtune.cli.starting import importing
 from shardtune.errors import ConfigError
 
 
@@ -48,7 +49,8 @@ def predict(
             where="shardtune predict",
             remedy=f'shardtune predict {run} "a text", or --file rows.jsonl',
         )
-    from shardtune.run.plain_model import load_run_or_model
+    with importing():
+        from shardtune.run.plain_model import load_run_or_model
 
     rows = file if file is not None else [{"text": one} for one in text or ()]
     for line in load_run_or_model(run, trust=trust or ()).predictions(rows, checkpoint=checkpoint):

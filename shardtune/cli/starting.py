@@ -1,7 +1,8 @@
-"""A word on the terminal while torch is imported, which takes seconds."""
+"""While torch is imported, which takes seconds: a word on the terminal, and no search for garbage."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -10,12 +11,31 @@ from contextlib import contextmanager
 
 @contextmanager
 def starting(text: str = "starting …") -> Iterator[None]:
-    """Show a text meanwhile, where there is a terminal to take it away from again."""
+    """Show a text meanwhile, where there is a terminal to take it away from again; imports as in `importing`."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or "RANK" in os.environ:
-        yield
+        with importing():
+            yield
         return
     print(text, end="", file=sys.stderr, flush=True)
     try:
-        yield
+        with importing():
+            yield
     finally:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Collect no garbage during the first import of torch, and never look through what it has made.
+
+    Of 700,000 objects 12,000 are garbage then; looking for them takes a sixth of the time.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

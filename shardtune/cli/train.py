@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.arguments import RecipeArgument
-from shardtune.cli.starting import starting
+from shardtune.cli.starting import importing, starting
 from shardtune.cli.words import split_words
 from shardtune.launch.signals import listening
 
@@ -46,7 +46,8 @@ def train(
     """
     path, overrides = split_words(recipe)
     if dry_run:
-        from shardtune.run.dry_run import dry_run as rehearse
+        with importing():
+            from shardtune.run.dry_run import dry_run as rehearse
 
         rehearse(path, *overrides)
         return

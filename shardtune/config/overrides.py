@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardtune.config.keys import ALIASES, IN_ROWS
 from shardtune.config.layers import Layer
@@ -20,12 +22,22 @@ from shardtune.config.tree import Tree, get_section, set_value
 from shardtune.config.values import LOSSES
 from shardtune.errors import ConfigError, cut
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
 CONF = Path(__file__).parent / "conf"
 LISTED_GROUP = "datasets"  # the only group that allows several choices at once
 GROUPS = ("loss", "model", LISTED_GROUP)
 LISTS = {name: ALIASES[name] for name in (LISTED_GROUP, "train_datasets", "test_datasets")}
 """Names under which choices of the listed group may be given, and our keys."""
 CHOOSING = (*GROUPS, *(name for name in LISTS if name != LISTED_GROUP))
+PLAIN = re.compile(
+    r"""(?P<key>\+{0,2}[a-z_]\w*(?:\.[a-z_]\w*)*)=
+    (?P<value>-?(?:0|[1-9]\d{0,17})(?:\.\d+)?(?:e[+-]?\d+)?
+    | (?!(?:nan|inf)$) /?[a-z_][\w./-]*)""",
+    re.ASCII | re.IGNORECASE | re.VERBOSE,
+)
+"""An override that needs no grammar: a key with a number, a word or a path."""
 MODEL, DATA = "actor.model.model_path", "data.train_data_paths"
 TEST = "test"  # of an entry of `datasets`: the split that HALOs evaluates on
 
@@ -80,13 +92,13 @@ def read_overrides(texts: Sequence[str]) -> CommandLine:
 
 
 def _parse(texts: Sequence[str]) -> list[Override]:
-    if not texts:
-        return []
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parser = OverridesParser.create()
     parsed = []
     for text in texts:
+        plain = PLAIN.fullmatch(text)
+        if plain is not None:
+            value = plain_value(plain["value"])
+            parsed.append(Override(text, _in_full(plain["key"].lstrip("+"), value), value))
+            continue
         if text.startswith("~"):
             raise ConfigError(
                 f"override {text} deletes a key, which a recipe does not allow",
@@ -109,7 +121,7 @@ def _parse(texts: Sequence[str]) -> list[Override]:
             )
         try:
             _check_depth(text)
-            override = parser.parse_override(text)
+            override = _parser().parse_override(text)
             several = override.is_sweep_override()
             value = override.value()
         except Exception as error:  # Hydra's own, and what values raise: a number of thousands of digits
@@ -134,6 +146,24 @@ def _parse(texts: Sequence[str]) -> list[Override]:
             )
         parsed.append(Override(text, _in_full(override.key_or_group, value), value))
     return parsed
+
+
+@cache
+def _parser() -> OverridesParser:
+    """Hydra's, which takes a quarter of a second to be imported."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create()
+
+
+def plain_value(text: str) -> str | int | float | bool | None:
+    """What Hydra's grammar makes of a value that `PLAIN` matches."""
+    constants = {"true": True, "false": False, "null": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
+    if text[0].isdigit() or text[0] == "-":
+        return float(text) if set(text) & set(".eE") else int(text)
+    return text
 
 
 def _in_full(key: str, value: object) -> str:

@@ -10,37 +10,48 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from importlib.metadata import requires
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._ops import OpOverload as OpOverload
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
-from torch.autograd.graph import _engine_run_backward
-from torch.distributed.distributed_c10d import _get_default_store, _world
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_iter as tree_iter
-from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_map_only as tree_map_only
-from torch.utils.checkpoint import (
-    _RECOMPUTE,
-    CheckpointPolicy,
-    _allowed_determinism_checks_to_fns,
-    _VersionWrapper,
-    create_selective_checkpoint_contexts,
-)
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from shardtune.errors import ConfigError
+
+try:
+    from torch._ops import OpOverload as OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+    from torch.autograd.graph import _engine_run_backward
+    from torch.distributed.distributed_c10d import _get_default_store, _world
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+    from torch.nn.modules.dropout import _DropoutNd
+    from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_iter as tree_iter
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils.checkpoint import (
+        _RECOMPUTE,
+        CheckpointPolicy,
+        _allowed_determinism_checks_to_fns,
+        _VersionWrapper,
+        create_selective_checkpoint_contexts,
+    )
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+except ImportError as error:
+    raise ConfigError(
+        f"torch {torch.__version__} lacks a name that shardtune uses: {error}",
+        where="torch",
+        remedy="pip install '" + next(each for each in requires("shardtune") or () if each.startswith("torch")) + "'",
+    ) from error
 
 # `OpOverload` is the type of what a selective-checkpointing policy receives; `torch.library` does not export it.
 # `FlatParameter` is the type of a parameter that FSDP1 has joined; only annotations need it.

@@ -388,11 +388,14 @@ def finish_run(run_dir: Path, outcome: Mapping[str, object]) -> None:
 
 
 def environment() -> dict[str, object]:
-    """Versions that numerics depend on, for the manifest and for bug reports."""
-    packages = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy")
+    """Versions that numerics depend on, for the manifest and for bug reports; torch's with its build."""
+    import torch  # what reads a run's directory alone does without it
+
+    packages = ("shardtune", "transformers", "tokenizers", "safetensors", "datasets", "numpy")
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "torch": torch.__version__,
         **{name: version(name) for name in packages},
         "git": _git(),
     }

@@ -3,7 +3,7 @@
 import pytest
 
 from shardtune.config import load_recipe
-from shardtune.config.overrides import GROUPS, options
+from shardtune.config.overrides import GROUPS, PLAIN, options, plain_value
 from shardtune.errors import ConfigError
 
 
@@ -222,3 +222,26 @@ def test_named_sets_are_set_one_by_one(load, load_text):
     entry = text.replace("t.jsonl", "{path: t.jsonl, max_samples: 3}")
     source = load_text(entry, "data.train_data_paths.weight=2").data.train_data_paths
     assert (source.weight, source.max_samples) == (2.0, 3)
+
+
+PLAIN_VALUES = (
+    "true False NULL null/x true.x -0 0 17 -3 1.50 0.10 3e-5 1E5 1e+5 -1.5e3 a a/b /a/b.jsonl a-b a.b a_1 e3 E5 infx "
+    "nan.x a.. a/1.50 a/00 a-1_0"
+)
+OTHER_VALUES = "000 1e 007e2 00.5 1_000 .5 1. nan -inf 12345678901234567890 [a] a,b 'a' ${a} a=b"
+
+
+def test_plain_values_are_what_hydra_makes_of_them(load, monkeypatch):
+    """They are read without Hydra, whose import takes time; what is not plain is left to it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser = OverridesParser.create()
+    for text in [f"{key}={value}" for key in ("a", "++a_b.c1") for value in PLAIN_VALUES.split()]:
+        plain, parsed = PLAIN.fullmatch(text), parser.parse_override(text)
+        assert plain is not None
+        assert (parsed.key_or_group, parsed.package) == (plain["key"].lstrip("+"), None)
+        made = plain_value(plain["value"])
+        assert (type(made), made) == (type(parsed.value()), parsed.value())
+    assert not [value for value in OTHER_VALUES.split() if PLAIN.fullmatch(f"a={value}")]
+    monkeypatch.setattr("shardtune.config.overrides._parser", None)
+    assert load("++optim.lr=3e-5", "runner.logger.log_path=/a/b-1.5").actor.optim.lr == 3e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
-from shardtune.cli.starting import starting
+from shardtune.cli.starting import importing, starting
 from shardtune.run import live
 from shardtune.run.live import NotebookFoot, TerminalFoot
 
@@ -165,3 +166,15 @@ def test_a_word_while_torch_is_imported_goes_away(terminal: Terminal, monkeypatc
     monkeypatch.setenv("RANK", "1")
     with starting():
         assert terminal.shown() == [""]
+
+
+def test_the_import_of_torch_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    with importing():
+        assert gc.isenabled(), "torch is there already"
+    monkeypatch.delitem(sys.modules, "torch")
+    with importing():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert frozen == [False]

@@ -7,6 +7,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -360,15 +361,17 @@ def open_by_file(
         ConfigError: a source cannot be read file by file.
         DataError: a file has no rows, or cannot be read.
     """
-    data, root, files = recipe.data, cache_root(recipe.data.cache_dir), []
+    data, root = recipe.data, cache_root(recipe.data.cache_dir)
     cache = EntryCache(root, data.num_workers, data.max_bad_rows if data.on_bad_row == "skip" else None, report)
     for source in sources:
         _require_plain(source)
-        for file in source.files:
-            places = _places(file, root)
-            if not places:
-                raise DataError("the data file holds no rows", where=file.label, remedy="write rows into it")
-            files.append(DataFile(source, file, cache.key(source, file, encoder, None), places))
+    found = [(source, file) for source in sources for file in source.files]
+    with ThreadPoolExecutor(max(1, data.num_workers)) as pool:  # hashing and reading leave Python to other threads
+        places = list(pool.map(lambda one: _places(one[1], root), found))
+    files = [
+        DataFile(source, file, cache.key(source, file, encoder, None), number)
+        for (source, file), number in zip(found, places, strict=True)
+    ]
     number = len(files)
     report(
         f"data: {sum(one.places for one in files):,} rows in {number:,} file{'' if number == 1 else 's'}, which "
@@ -400,15 +403,17 @@ def _require_plain(source: Source) -> None:
 
 
 def _places(file: SourceFile, root: Path) -> int:
-    """The number of a file's last row; remembered in the cache by the content."""
+    """The number of a file's last row, of which it has one; remembered in the cache by the content."""
     content = [READING_VERSION, content_digest(file.path, root, file.part), file.kind, file.path.suffix]
     name = hashlib.blake2b(json.dumps(content).encode(), digest_size=20).hexdigest()
     memo = root / "row_counts" / f"{name}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         remembered = json.loads(memo.read_text())
-        if is_sealed(remembered):
+        if is_sealed(remembered) and remembered["rows"]:
             return int(remembered["rows"])
     rows = last_number(file.path, file.kind)
+    if not rows:
+        raise DataError("the data file holds no rows", where=file.label, remedy="write rows into it")
     with suppress(OSError):
         memo.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(memo, json.dumps(sealed({"rows": rows})).encode())

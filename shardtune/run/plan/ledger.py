@@ -177,6 +177,18 @@ class AsOnCuda(TorchFunctionMode):
         return func(*map(_back, args), **kwargs)
 
 
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """`AsOnCuda`, with FlashAttention: to choose between that and cuDNN, torch 2.15 looks for a GPU."""
+    chosen = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with AsOnCuda():
+            yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(chosen)
+
+
 def _back(value: Any) -> Any:
     """An argument with the CPU in the place of the CUDA device."""
     if isinstance(value, torch.device):

@@ -28,7 +28,7 @@ from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.torch_private import open_group_of_one, unchecked_recomputation
-from shardtune.run.plan.ledger import CPU, GATHERED, AsOnCuda, Ledger
+from shardtune.run.plan.ledger import CPU, GATHERED, Ledger, as_on_cuda
 from shardtune.training.build.lora import adapt, frozen_dtype
 from shardtune.training.build.model import build_empty, freeze
 from shardtune.training.build.teacher import ShardedTeacher
@@ -221,7 +221,7 @@ def _simulate(
                 ledger.label(teacher.weights.parameters.values(), TEACHER)
         _label_as_used(ledger, root, units)
         # Operations see the CPU, and Python a GPU: so comparing what is computed again would find two devices.
-        with AsOnCuda() if on_cuda else nullcontext(), unchecked_recomputation():
+        with as_on_cuda() if on_cuda else nullcontext(), unchecked_recomputation():
             optimizer = build_optimizer(
                 weights.trainable(), actor.optim, weights.shapes, starts=weights.starts, outer=outer_parameters(model)
             )

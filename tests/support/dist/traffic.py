@@ -98,10 +98,11 @@ def gathered_bytes(root: nn.Module) -> int:
 
 
 def waiting_bytes(root: nn.Module) -> int:
-    """Of the gradients that are whole now."""
+    """Of the gradients that are whole now. Since torch 2.15 the sum over micro-batches is the parameter's own one."""
     whole = [parameter._unsharded_param.grad for parameter in _sharded(root)]
     summed = [parameter.unsharded_accumulated_grad for parameter in _sharded(root)]
-    return sum(_size(_own(grad)) for grad in (*whole, *summed) if grad is not None)
+    different = {id(grad): grad for grad in (*whole, *summed) if grad is not None}
+    return sum(_size(_own(grad)) for grad in different.values())
 
 
 class Moved(TorchDispatchMode):

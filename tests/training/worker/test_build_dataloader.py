@@ -69,3 +69,9 @@ def test_what_cannot_be_called_is_refused_before_any_rank_starts(
         with pytest.raises(ConfigError) as error:
             shardtune.train(given(tmp_path, kind, f"runner.nproc_per_node={ranks}"))
         assert says in str(error.value)
+
+
+def test_rows_that_are_tokenised_file_by_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.cache: by_file .* build_dataloader returns batches of its own"):
+        shardtune.train(given(tmp_path, "Bare", "data.eval_data_paths=null", "data.cache=by_file"))
+    assert not [*tmp_path.rglob("metrics.jsonl")]
