@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from results import machine, table, write_section  # noqa: E402
 
-from tests.support.dist.layouts import COMPILED, EXPERTS, LAYOUTS, STEPS, Apart, LaidOut, LayoutRuns  # noqa: E402
+from tests.support.dist.layouts import COMPILED, EXPERTS, LAYOUTS, RINGS, STEPS, Apart, LaidOut, LayoutRuns  # noqa: E402
 
 LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
 HEADS = ("model", "precision", "layout", "ranks", "loss", "norm", "clipped gradient", "weights", "logits", "evaluation")
@@ -47,6 +47,7 @@ def main() -> int:
             for kind, layouts in (
                 ("dense", (*LAYOUTS, COMPILED) if precision == "fp32" else LAYOUTS),
                 ("mistral", LAYOUTS),
+                ("three_heads", RINGS),
                 ("mixtral", EXPERTS),
                 ("qwen3_moe", EXPERTS),
             ):
