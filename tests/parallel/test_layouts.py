@@ -31,7 +31,6 @@ CASES = [
     pytest.param("one_head", RINGS, id="ring, one head", marks=pytest.mark.slow),
     pytest.param("two_heads", RINGS, id="ring, two heads", marks=pytest.mark.slow),
     pytest.param("mistral", (*RINGS, WITH_TENSOR), id="ring, windows", marks=pytest.mark.slow),
-    pytest.param("gemma", RINGS, id="ring, windows in some layers", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", (RINGS[0], RINGS[5]), id="ring, experts", marks=pytest.mark.slow),
     pytest.param("dense", [layout for layout in (*LAYOUTS, *ADAPTED) if str(layout) in SOME], id="dense"),
     pytest.param(
