@@ -57,6 +57,7 @@ FILES: Mapping[str, str] = {
     "engine/rank_process.py": "engine",
     "evaluate/harness.py": "the state of the generators is kept, as in training/callbacks.py",
     "models/distillation.py": "distillation, out_dtype",
+    "models/fast_parts/start.py": "FP8 of torchao, fused modules of Liger",
     "models/lora/init.py": "NF4, training",
     "models/head_gradient.py": "head, out_dtype, large",
     "models/loss.py": "head, out_dtype",
@@ -392,6 +393,15 @@ def differs_little(setting: Setting, limit: float, **changes: Any) -> Facts:
     return within(max(abs(a - b) / abs(b) for a, b in pairs), limit)
 
 
+def fast_part(setting: Setting, package: str, **changes: Any) -> Facts:
+    """A fast part of another library: losses in bf16 beside fp64."""
+    if importlib.util.find_spec(package) is None:
+        return skip(f"{package} is missing")
+    if setting.device == "cpu" and package != "torch":
+        return skip("its kernels need a GPU")
+    return differs_little(setting, 5e-2, actor__model__precision="bf16", **changes)
+
+
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
@@ -487,6 +497,12 @@ def checks(setting: Setting) -> Sequence[Check]:
         ("fp16 with a loss scale", partial(differs_little, limit=2e-2, actor__model__precision="fp16")),
         ("compile, dense", partial(compiled, kind="dense")),
         *([] if setting.small else [("compile, mistral", partial(compiled, kind="mistral"))]),
+        ("fused modules of torch", partial(fast_part, package="torch", actor__model__kernels={"source": "torch"})),
+        (
+            "fused modules of Liger",
+            partial(fast_part, package="liger_kernel", actor__model__kernels={"source": "liger"}),
+        ),
+        ("FP8 of torchao", partial(fast_part, package="torchao", actor__model__fp8={"scaling": "tensorwise"})),
         ("engine", engine),
         ("engine, offloaded", partial(engine, offloaded=True)),
         ("generators", generators),
