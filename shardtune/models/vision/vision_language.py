@@ -330,7 +330,7 @@ def _cast(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, torch
     dtype = COMPUTE_DTYPE[precision]
 
     def is_cast(name: str, tensor: torch.Tensor) -> bool:
-        return tensor.is_floating_point() and (precision == "fp64" or name.startswith("pixel_values"))
+        return tensor.is_floating_point() and (precision == "fp64" or "pixel_values" in name)
 
     return {name: tensor.to(dtype) if is_cast(name, tensor) else tensor for name, tensor in fields.items()}
 
