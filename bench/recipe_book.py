@@ -6,6 +6,7 @@ Rewrites the table of docs/recipes.md; exit code 1 where a plan is otherwise tha
 
     python bench/recipe_book.py --choose                # recipes that machines.yaml lacks; ends by itself
     python bench/recipe_book.py --choose --minutes 9    # as many as begin within 9 minutes
+    python bench/recipe_book.py --choose --share 1/2    # half of them, beside a process that plans the other half
     python bench/recipe_book.py --only qwen3-8b         # these, compared with machines.yaml
     python bench/recipe_book.py --table                 # the table alone
 """
@@ -260,6 +261,11 @@ def shown(found: Mapping[str, Any] | None) -> str:
     return "<br>".join([f"**{found['gb']:.1f} GB**", *(f"`{word}`" for word in found["changes"])])
 
 
+def read_stored() -> dict[str, dict[str, Any]]:
+    """What machines.yaml has, by recipe; other processes may have added to it."""
+    return yaml.safe_load(MACHINES_FILE.read_text()) if MACHINES_FILE.exists() else {}
+
+
 def main() -> None:
     """Plan and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -267,14 +273,21 @@ def main() -> None:
     parser.add_argument("--choose", action="store_true", help="find the changes of recipes that machines.yaml lacks")
     parser.add_argument("--table", action="store_true", help="plan nothing")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no recipe after this time")
+    parser.add_argument("--share", default="1/1", help="plan the first of so many shares of the recipes: 1/2")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
-    stored: dict[str, dict[str, Any]] = yaml.safe_load(MACHINES_FILE.read_text()) if MACHINES_FILE.exists() else {}
+    stored = read_stored()
+    share, shares = map(int, options.share.split("/"))
     wrong = []
     with tempfile.TemporaryDirectory() as made:
-        for recipe in recipes():
+        for number, recipe in enumerate(recipes()):
             before = stored.get(recipe.name)
-            if options.table or options.only not in recipe.name or options.choose is (before is not None):
+            if (
+                number % shares != share - 1
+                or options.table
+                or options.only not in recipe.name
+                or options.choose is (before is not None)
+            ):
                 continue
             if time.monotonic() > end:
                 break
@@ -283,11 +296,11 @@ def main() -> None:
             seconds = round(time.process_time() - began)
             print(json.dumps({"recipe": recipe.name, "cpu_seconds": seconds, **found}), flush=True)
             if before is None:
-                stored[recipe.name] = found
+                stored = {**read_stored(), recipe.name: found}
                 MACHINES_FILE.write_text(HEAD + yaml.safe_dump(stored, sort_keys=False))
             elif found != before:
                 wrong.append(recipe.name)
-    write_section("plans", table(["recipe", *map(str, MACHINES)], list(cells(stored))), PAGE)
+    write_section("plans", table(["recipe", *map(str, MACHINES)], list(cells(read_stored()))), PAGE)
     if wrong:
         raise SystemExit(f"otherwise than machines.yaml has it: {', '.join(wrong)}")
 
