@@ -214,15 +214,44 @@ def least_bytes(recipe: Path, ranks: int, changes: Sequence[str]) -> float:
     return (6 if INT8 in changes else 12) * parameters / ranks
 
 
-def found_for(recipe: Path, before: Mapping[str, Any] | None, folder: Path) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class Kept:
+    """Plans of earlier calls, a line of JSON each, so that a recipe whose planning was interrupted goes on.
+
+    Attributes:
+        file: of them; None: they are not kept.
+    """
+
+    file: Path | None = None
+
+    def read(self, recipe: str) -> dict[tuple[int, tuple[str, ...]], float]:
+        """Bytes of a recipe's plans, by ranks and changes."""
+        lines = self.file.read_text().splitlines() if self.file is not None and self.file.exists() else []
+        found = [json.loads(line) for line in lines]
+        return {(one["ranks"], tuple(one["changes"])): one["bytes"] for one in found if one["recipe"] == recipe}
+
+    def add(self, recipe: str, ranks: int, changes: Sequence[str], size: float) -> None:
+        """Add a plan."""
+        if self.file is not None:
+            with self.file.open("a") as lines:
+                lines.write(json.dumps({"recipe": recipe, "ranks": ranks, "changes": changes, "bytes": size}) + "\n")
+
+
+def found_for(
+    recipe: Path,
+    before: Mapping[str, Any] | None,
+    folder: Path,
+    kept: Kept = Kept(),
+) -> dict[str, dict[str, Any]]:
     """What a recipe takes on each machine, by the machine.
 
     Args:
         recipe: of the book.
         before: what machines.yaml has, whose changes are taken; None: they are found.
         folder: for what is made.
+        kept: plans that need not be made again.
     """
-    known: dict[tuple[int, tuple[str, ...]], float] = {}
+    known = kept.read(recipe.name)
     found: dict[str, dict[str, Any]] = {}
     for on in MACHINES:
         steps = steps_of(recipe, on)
@@ -233,6 +262,7 @@ def found_for(recipe: Path, before: Mapping[str, Any] | None, folder: Path) -> d
                 plan = planned(recipe, ranks, changes, folder)
                 assert plan.needed is not None
                 known[key] = plan.needed
+                kept.add(recipe.name, ranks, changes, plan.needed)
             return known[key]
 
         if before is None:
@@ -274,6 +304,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="plan nothing")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no recipe after this time")
     parser.add_argument("--share", default="1/1", help="plan the first of so many shares of the recipes: 1/2")
+    parser.add_argument("--keep", type=Path, help="a file of plans, which are not made again")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
     stored = read_stored()
@@ -292,7 +323,7 @@ def main() -> None:
             if time.monotonic() > end:
                 break
             began = time.process_time()
-            found = found_for(recipe, before, Path(made))
+            found = found_for(recipe, before, Path(made), Kept(options.keep))
             seconds = round(time.process_time() - began)
             print(json.dumps({"recipe": recipe.name, "cpu_seconds": seconds, **found}), flush=True)
             if before is None:
