@@ -6,6 +6,7 @@ Rewrites the table of docs/recipes.md; exit code 1 where a plan is otherwise tha
 
     python bench/recipe_book.py --choose                # recipes that machines.yaml lacks; ends by itself
     python bench/recipe_book.py --choose --minutes 9    # as many as begin within 9 minutes
+    python bench/recipe_book.py --choose --share 1/2    # half of them, beside a process that plans the other half
     python bench/recipe_book.py --only qwen3-8b         # these, compared with machines.yaml
     python bench/recipe_book.py --table                 # the table alone
 """
@@ -213,15 +214,44 @@ def least_bytes(recipe: Path, ranks: int, changes: Sequence[str]) -> float:
     return (6 if INT8 in changes else 12) * parameters / ranks
 
 
-def found_for(recipe: Path, before: Mapping[str, Any] | None, folder: Path) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class Kept:
+    """Plans of earlier calls, a line of JSON each, so that a recipe whose planning was interrupted goes on.
+
+    Attributes:
+        file: of them; None: they are not kept.
+    """
+
+    file: Path | None = None
+
+    def read(self, recipe: str) -> dict[tuple[int, tuple[str, ...]], float]:
+        """Bytes of a recipe's plans, by ranks and changes."""
+        lines = self.file.read_text().splitlines() if self.file is not None and self.file.exists() else []
+        found = [json.loads(line) for line in lines]
+        return {(one["ranks"], tuple(one["changes"])): one["bytes"] for one in found if one["recipe"] == recipe}
+
+    def add(self, recipe: str, ranks: int, changes: Sequence[str], size: float) -> None:
+        """Add a plan."""
+        if self.file is not None:
+            with self.file.open("a") as lines:
+                lines.write(json.dumps({"recipe": recipe, "ranks": ranks, "changes": changes, "bytes": size}) + "\n")
+
+
+def found_for(
+    recipe: Path,
+    before: Mapping[str, Any] | None,
+    folder: Path,
+    kept: Kept = Kept(),
+) -> dict[str, dict[str, Any]]:
     """What a recipe takes on each machine, by the machine.
 
     Args:
         recipe: of the book.
         before: what machines.yaml has, whose changes are taken; None: they are found.
         folder: for what is made.
+        kept: plans that need not be made again.
     """
-    known: dict[tuple[int, tuple[str, ...]], float] = {}
+    known = kept.read(recipe.name)
     found: dict[str, dict[str, Any]] = {}
     for on in MACHINES:
         steps = steps_of(recipe, on)
@@ -232,6 +262,7 @@ def found_for(recipe: Path, before: Mapping[str, Any] | None, folder: Path) -> d
                 plan = planned(recipe, ranks, changes, folder)
                 assert plan.needed is not None
                 known[key] = plan.needed
+                kept.add(recipe.name, ranks, changes, plan.needed)
             return known[key]
 
         if before is None:
@@ -260,6 +291,11 @@ def shown(found: Mapping[str, Any] | None) -> str:
     return "<br>".join([f"**{found['gb']:.1f} GB**", *(f"`{word}`" for word in found["changes"])])
 
 
+def read_stored() -> dict[str, dict[str, Any]]:
+    """What machines.yaml has, by recipe; other processes may have added to it."""
+    return yaml.safe_load(MACHINES_FILE.read_text()) if MACHINES_FILE.exists() else {}
+
+
 def main() -> None:
     """Plan and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -267,27 +303,35 @@ def main() -> None:
     parser.add_argument("--choose", action="store_true", help="find the changes of recipes that machines.yaml lacks")
     parser.add_argument("--table", action="store_true", help="plan nothing")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no recipe after this time")
+    parser.add_argument("--share", default="1/1", help="plan the first of so many shares of the recipes: 1/2")
+    parser.add_argument("--keep", type=Path, help="a file of plans, which are not made again")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
-    stored: dict[str, dict[str, Any]] = yaml.safe_load(MACHINES_FILE.read_text()) if MACHINES_FILE.exists() else {}
+    stored = read_stored()
+    share, shares = map(int, options.share.split("/"))
     wrong = []
     with tempfile.TemporaryDirectory() as made:
-        for recipe in recipes():
+        for number, recipe in enumerate(recipes()):
             before = stored.get(recipe.name)
-            if options.table or options.only not in recipe.name or options.choose is (before is not None):
+            if (
+                number % shares != share - 1
+                or options.table
+                or options.only not in recipe.name
+                or options.choose is (before is not None)
+            ):
                 continue
             if time.monotonic() > end:
                 break
             began = time.process_time()
-            found = found_for(recipe, before, Path(made))
+            found = found_for(recipe, before, Path(made), Kept(options.keep))
             seconds = round(time.process_time() - began)
             print(json.dumps({"recipe": recipe.name, "cpu_seconds": seconds, **found}), flush=True)
             if before is None:
-                stored[recipe.name] = found
+                stored = {**read_stored(), recipe.name: found}
                 MACHINES_FILE.write_text(HEAD + yaml.safe_dump(stored, sort_keys=False))
             elif found != before:
                 wrong.append(recipe.name)
-    write_section("plans", table(["recipe", *map(str, MACHINES)], list(cells(stored))), PAGE)
+    write_section("plans", table(["recipe", *map(str, MACHINES)], list(cells(read_stored()))), PAGE)
     if wrong:
         raise SystemExit(f"otherwise than machines.yaml has it: {', '.join(wrong)}")
 

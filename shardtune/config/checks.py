@@ -405,7 +405,11 @@ def _losses(context: Context) -> Iterator[ConfigError]:
             )
     if actor.loss == "distill":
         if actor.teacher.model_path is None:
-            yield context.problem("actor.loss", "actor.loss: distill needs a teacher", "give actor.teacher.model_path")
+            yield context.problem(
+                "actor.loss",
+                "actor.loss: distill needs a teacher, and none is named",
+                "give actor.teacher.model_path: the directory or Hub name of a language model with the same vocabulary",
+            )
         if actor.teacher.top_k is not None and actor.teacher.divergence != "forward_kl":
             yield context.problem(
                 "actor.teacher.top_k",

@@ -44,15 +44,16 @@ class Ledger(TorchDispatchMode):
     Args:
         exact: the truth value that is read from a tensor without values: whether weights lose nothing in the precision
             that is computed in, which decides how many copies of them there are.
+        known: shapes, of an earlier ledger too; None: none yet.
 
     Attributes:
         phase: the category of what is allocated from now on.
     """
 
-    def __init__(self, *, exact: bool = True) -> None:
+    def __init__(self, *, exact: bool = True, known: KnownShapes | None = None) -> None:
         super().__init__()
         self._exact = exact
-        self._known = KnownShapes()
+        self._known = known or KnownShapes()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.phase = "weights"
         self._live: dict[int, int] = {}  # storage to its entry
@@ -128,23 +129,14 @@ class Ledger(TorchDispatchMode):
             if entry is not None and self._categories[entry] not in unless:
                 self._categories[entry] = category
 
-    def fullest(self) -> dict[str, int]:
-        """Bytes by category at the moment at which they are the most together."""
-        total = most = end = 0
+    def changes(self) -> Iterator[tuple[str, int]]:
+        """What was allocated and released, in order: a category, and bytes more than before, or fewer."""
         held: dict[int, int] = {}
-        for place, (entry, size) in enumerate(self._events):
-            total += size - held.get(entry, 0)
+        for entry, size in self._events:
+            change = size - held.get(entry, 0)
             held[entry] = size
-            if total > most:
-                most, end = total, place
-        held.clear()
-        for entry, size in self._events[: end + 1]:
-            held[entry] = size
-        found: dict[str, int] = {}
-        for entry, size in held.items():
-            if size:
-                found[self._categories[entry]] = found.get(self._categories[entry], 0) + size
-        return found
+            if change:
+                yield self._categories[entry], change
 
     def held(self) -> dict[str, int]:
         """Bytes by category now."""

@@ -30,8 +30,7 @@ from shardtune.parallel.cost.time import Machine
 from shardtune.parallel.ranks import num_ranks
 from shardtune.run.choose_worker import worker_class
 from shardtune.run.plan.rows import Given, Rows, Work, rows_of
-from shardtune.run.plan.simulation import LASTING, Parameters, Simulated, add_lora, count_parameters, simulate
-from shardtune.training.build.model import build_empty, freeze
+from shardtune.run.plan.simulation import LASTING, Parameters, Simulated, count_parameters, simulate, with_trained_parts
 from shardtune.training.utilisation import UNKNOWN
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.sft_trainer import SFTTrainer
@@ -386,11 +385,7 @@ def _of_fast_parts(recipe: Recipe) -> list[str]:
 
 def _estimated(recipe: Recipe, adapter: Adapter, layout: Layout, work: Work, why: str) -> tuple[Memory, list[str]]:
     """The memory by the formulas of `parallel.cost`, which hold for decoders, or none."""
-    actor = recipe.actor
-    model, _ = build_empty(adapter.build, recipe.runner.seed)
-    add_lora(model, recipe, adapter)
-    freeze(model, actor.model.freeze)
-    parameters = count_parameters(model)
+    parameters = count_parameters(with_trained_parts(recipe, adapter))
     unknown = [f"the step cannot be computed without memory ({why})"]
     shape = shape_of(adapter)
     if shape is None or parameters.trained != parameters.total or work.micro_batch_tokens is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -28,7 +28,11 @@ from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.torch_private import open_group_of_one, unchecked_recomputation
+from shardtune.run.plan.by_depth import Shallow
+from shardtune.run.plan.known_shapes import KnownShapes
+from shardtune.run.plan.layer_stacks import Stack, cut, stacks_of
 from shardtune.run.plan.ledger import CPU, GATHERED, Ledger, as_on_cuda
+from shardtune.run.plan.timeline import Change, fullest
 from shardtune.training.build.lora import adapt, frozen_dtype
 from shardtune.training.build.model import build_empty, freeze
 from shardtune.training.build.teacher import ShardedTeacher
@@ -71,7 +75,7 @@ def ranks_of(layout: Layout) -> Iterator[Ranks]:
     open_group_of_one(layout.num_ranks)
     try:
         found = lay_out(layout, 0, CPU)
-        yield SoleRanks(**{field.name: getattr(found, field.name) for field in fields(found)})
+        yield SoleRanks(**{each.name: getattr(found, each.name) for each in fields(found)})
     finally:
         close_group()
 
@@ -143,9 +147,18 @@ class OfSoleRank(WholeStep):
 
 
 def simulate(
-    recipe: Recipe, adapter: Adapter, layout: Layout, micro_batches: Sequence[Batch], number: int, *, on_cuda: bool
+    recipe: Recipe,
+    adapter: Adapter,
+    layout: Layout,
+    micro_batches: Sequence[Batch],
+    number: int,
+    *,
+    on_cuda: bool,
+    every_layer: bool = False,
 ) -> Simulated:
     """Compute a step without memory.
+
+    Layers that repeat are computed as far as they show what each further one adds, with the same result.
 
     Args:
         recipe: of the run.
@@ -154,6 +167,7 @@ def simulate(
         micro_batches: of the first rank in a step; of several that are alike two are enough.
         number: of micro-batches that a rank has in a step.
         on_cuda: whether the ranks have GPUs.
+        every_layer: whether all layers are computed, even those that repeat.
     """
     with ranks_of(layout) as ranks:
         compute, shares = accumulate, ranks.num_data_ranks * -(-number // len(micro_batches))
@@ -161,7 +175,32 @@ def simulate(
             compute = OfSoleRank(adapter, ranks, shares).accumulate
         names = {name for batch in micro_batches for name in batch.weights}
         sums = {name: shares * sum(batch.weights.get(name, 0.0) for batch in micro_batches) for name in names}
-        return _simulate(recipe, adapter, ranks, micro_batches, partial(compute, denominators=sums), on_cuda)
+        step = _Step(recipe, adapter, ranks, micro_batches, partial(compute, denominators=sums), on_cuda)
+        model = with_trained_parts(recipe, adapter)
+        parameters, stacks = count_parameters(model), stacks_of(model)
+        found = None if every_layer else _from_fewer_layers(step, stacks)
+        memory = dict(fullest(step.changes({})) if found is None else found)
+    host = 0
+    if recipe.actor.fsdp_config.cpu_offload and on_cuda and ranks.mesh is not None:
+        host = sum(memory.pop(name, 0) for name in (WEIGHTS, MOMENTS, AVERAGE))
+    return Simulated(parameters, memory, host)
+
+
+def _from_fewer_layers(step: _Step, stacks: Sequence[Stack]) -> dict[str, int] | None:
+    """Bytes by category at the fullest moment; None: all layers have to be computed, as in a model that reads or sets
+    something of a layer that is left out."""
+    try:
+        return Shallow(step.changes).fullest(stacks)
+    except Exception:
+        return None
+
+
+def with_trained_parts(recipe: Recipe, adapter: Adapter) -> nn.Module:
+    """The model of a recipe without memory, with its low-rank adapter, if any, and what is frozen."""
+    model, _ = build_empty(adapter.build, recipe.runner.seed)
+    add_lora(model, recipe, adapter)
+    freeze(model, recipe.actor.model.freeze)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,66 +215,88 @@ class ReadTeacher:
         return use(TopTokens(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)))
 
 
-def _simulate(
-    recipe: Recipe,
-    adapter: Adapter,
-    ranks: Ranks,
-    micro_batches: Sequence[Batch],
-    compute: Accumulate,
-    on_cuda: bool,
-) -> Simulated:
-    actor = recipe.actor
-    check_optimizer(actor.optim, ranks.layout)  # what it tries, it tries on tensors with values
-    model, _ = build_empty(adapter.build, recipe.runner.seed)
-    adapter.set_execution(model)
-    hooks = Hooks.of(recipe, adapter, training=True)
-    root = hooks.attach(adapter.root(model))
-    add_lora(model, recipe, adapter)
-    freeze(model, actor.model.freeze)
-    parameters = count_parameters(model)
-    parallel = adapter.apply_model_parallel(model, ranks)
-    units, _ = adapter.shard_units(model)
-    hold = shard_model(
-        root,
-        units,
-        ranks,
-        actor.model.precision,
-        reshard_after_forward=actor.fsdp_config.reshard_after_forward,
-        prefetch=actor.fsdp_config.prefetch,
-        entry_points=root.entry_points,
-        experts=parallel.experts,
-        offload=actor.fsdp_config.cpu_offload,
-    )
-    ledger = Ledger(exact=_stored_dtype(recipe) == COMPUTE_DTYPE[actor.model.precision])
-    with ledger.counting():
-        materialise(root, dtype=MASTER_DTYPE[actor.model.precision], device=CPU, frozen=frozen_dtype(actor.model))
-        weights = hold(model, reduce_each=actor.fsdp_config.reduce == "every", partial=parallel.partial)
-        ledger.label(model.parameters(), COPIES)
-        ledger.label(weights.parameters.values(), WEIGHTS)
-        root.train()
-        if hooks.teacher is not None and isinstance(hooks.token_loss, Distillation):
-            if actor.teacher.top_k is not None:
-                hooks.token_loss.teacher = ReadTeacher(actor.teacher.top_k)
-            else:
-                hooks.token_loss.teacher = teacher = ShardedTeacher(recipe, hooks.teacher, ranks, values=False)
-                ledger.label(teacher.weights.parameters.values(), TEACHER)
-        _label_as_used(ledger, root, units)
-        # Operations see the CPU, and Python a GPU: so comparing what is computed again would find two devices.
-        with as_on_cuda() if on_cuda else nullcontext(), unchecked_recomputation():
-            optimizer = build_optimizer(
-                weights.trainable(), actor.optim, weights.shapes, starts=weights.starts, outer=outer_parameters(model)
-            )
-            if actor.optim.ema_decay is not None:
-                ledger.label(AveragedWeights(weights, actor.optim.ema_decay).parts, AVERAGE)
-            _first_update(ledger, weights, optimizer)
-            _step(ledger, root, weights, micro_batches, compute)
-        found = ledger.fullest()
-    found[BUFFERS] = found.get(BUFFERS, 0) + sum(buffer.nbytes for buffer in model.buffers())
-    found[BATCH] = sum(tensor.nbytes for batch in micro_batches for tensor in tensors_of(batch))
-    host = 0
-    if actor.fsdp_config.cpu_offload and on_cuda and ranks.mesh is not None:
-        host = sum(found.pop(name, 0) for name in (WEIGHTS, MOMENTS, AVERAGE))
-    return Simulated(parameters, {name: size for name, size in found.items() if size}, host)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step without memory.
+
+    Attributes:
+        recipe: of the run.
+        adapter: of its model.
+        ranks: of which there is one.
+        micro_batches: of it.
+        compute: their losses and gradients.
+        on_cuda: whether the ranks have GPUs.
+        known: shapes that were computed.
+    """
+
+    recipe: Recipe
+    adapter: Adapter
+    ranks: Ranks
+    micro_batches: Sequence[Batch]
+    compute: Accumulate
+    on_cuda: bool
+    known: KnownShapes = field(default_factory=KnownShapes)
+
+    def changes(self, depths: Mapping[str, int]) -> list[Change]:
+        """What it allocates and releases, in order.
+
+        Args:
+            depths: how many layers are left of some lists of layers, by name.
+        """
+        recipe, adapter, ranks = self.recipe, self.adapter, self.ranks
+        actor = recipe.actor
+        check_optimizer(actor.optim, ranks.layout)  # what it tries, it tries on tensors with values
+        model, _ = build_empty(adapter.build, recipe.runner.seed)
+        cut(model, depths)
+        adapter.set_execution(model)
+        hooks = Hooks.of(recipe, adapter, training=True)
+        root = hooks.attach(adapter.root(model))
+        add_lora(model, recipe, adapter)
+        freeze(model, actor.model.freeze)
+        parallel = adapter.apply_model_parallel(model, ranks)
+        units, _ = adapter.shard_units(model)
+        hold = shard_model(
+            root,
+            units,
+            ranks,
+            actor.model.precision,
+            reshard_after_forward=actor.fsdp_config.reshard_after_forward,
+            prefetch=actor.fsdp_config.prefetch,
+            entry_points=root.entry_points,
+            experts=parallel.experts,
+            offload=actor.fsdp_config.cpu_offload,
+        )
+        exact = _stored_dtype(recipe) == COMPUTE_DTYPE[actor.model.precision]
+        ledger = Ledger(exact=exact, known=self.known)
+        with ledger.counting():
+            materialise(root, dtype=MASTER_DTYPE[actor.model.precision], device=CPU, frozen=frozen_dtype(actor.model))
+            weights = hold(model, reduce_each=actor.fsdp_config.reduce == "every", partial=parallel.partial)
+            ledger.label(model.parameters(), COPIES)
+            ledger.label(weights.parameters.values(), WEIGHTS)
+            root.train()
+            if hooks.teacher is not None and isinstance(hooks.token_loss, Distillation):
+                if actor.teacher.top_k is not None:
+                    hooks.token_loss.teacher = ReadTeacher(actor.teacher.top_k)
+                else:
+                    hooks.token_loss.teacher = teacher = ShardedTeacher(recipe, hooks.teacher, ranks, values=False)
+                    ledger.label(teacher.weights.parameters.values(), TEACHER)
+            _label_as_used(ledger, root, units)
+            # Operations see the CPU, and Python a GPU: so comparing what is computed again would find two devices.
+            with as_on_cuda() if self.on_cuda else nullcontext(), unchecked_recomputation():
+                optimizer = build_optimizer(
+                    weights.trainable(),
+                    actor.optim,
+                    weights.shapes,
+                    starts=weights.starts,
+                    outer=outer_parameters(model),
+                )
+                if actor.optim.ema_decay is not None:
+                    ledger.label(AveragedWeights(weights, actor.optim.ema_decay).parts, AVERAGE)
+                _first_update(ledger, weights, optimizer)
+                _step(ledger, root, weights, self.micro_batches, self.compute)
+        beside = [(BUFFERS, buffer.nbytes) for buffer in model.buffers()]
+        beside += [(BATCH, tensor.nbytes) for batch in self.micro_batches for tensor in tensors_of(batch)]
+        return [*(change for change in beside if change[1]), *ledger.changes()]
 
 
 def _stored_dtype(recipe: Recipe) -> torch.dtype | None:
@@ -301,7 +362,7 @@ def _label_as_used(ledger: Ledger, root: AdapterRoot, units: Sequence[nn.Module]
 
 def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
     """The tensors of a micro-batch."""
-    for field in fields(batch):
-        value = getattr(batch, field.name)
+    for each in fields(batch):
+        value = getattr(batch, each.name)
         values = value.values() if isinstance(value, Mapping) else [value]
-        yield from (each for each in values if isinstance(each, torch.Tensor))
+        yield from (tensor for tensor in values if isinstance(tensor, torch.Tensor))

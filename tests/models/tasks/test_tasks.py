@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BartConfig, BartForConditionalGeneration
 
 import shardtune
 from shardtune.config import load_recipe
@@ -28,8 +28,9 @@ from shardtune.models.tasks.task import TextTask
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.run.plain_model import load_run_or_model
 from shardtune.run.plan.simulation import add_lora
+from shardtune.run.predicting import predict
 from shardtune.training.worker.adapter_worker import SFTWorker
-from tests.support.tiny_tasks import rows, save_encoder, save_t5, write
+from tests.support.tiny_tasks import SIZES, rows, save_encoder, save_t5, save_tokenizer, write
 from tests.support.workspace import run_cli
 
 
@@ -221,6 +222,31 @@ def test_a_row_longer_than_the_positions_is_one_message(folder: Path):
     encoder = task_of(values).encoder(with_prompts=False)
     with pytest.raises(DataError, match=r"42 tokens, .* has positions for 32"):
         encoder.fit(encoder.encode({"text": "cat " * 40, "label": "bad"}))
+
+
+def test_texts_are_read_and_written_within_the_positions_of_bart(folder: Path):
+    """A model that never ends by itself writes 16 tokens, of which three are marks; what was cut is said."""
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    inner = {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 16, "init_std": 0.2}
+    config = BartConfig(
+        d_model=16, eos_token_id=3, decoder_start_token_id=2, forced_eos_token_id=3, **sizes, **inner, **SIZES
+    )
+    bart = folder / "bart"
+    model = BartForConditionalGeneration(config)
+    model.final_logits_bias[:, 3] = -1e9
+    model.save_pretrained(bart)
+    save_tokenizer(bart, pair=False)
+    values = recipe(folder, "seq2seq", rows("seq2seq", 4), "bart", model_path=str(bart))
+    values["eval"] = {"max_new_tokens": 64}
+    worker = SFTWorker(load_recipe(values), report=lambda _: None)
+    worker.setup()
+    short, long = predict(worker, [{"source": "a cat"}, {"source": "red cat " * 20}])
+    worker.release()
+    assert "truncated" not in short
+    assert long["truncated"]
+    for one in (short, long):
+        assert len(one["prediction"]["text"].split()) == 13
 
 
 def test_a_text_that_is_cut_keeps_its_end():

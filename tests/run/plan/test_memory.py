@@ -14,6 +14,7 @@ from shardtune.run.plan.known_shapes import KnownShapes
 from shardtune.run.plan.ledger import Ledger
 from shardtune.run.plan.plan import Planner, planner
 from shardtune.run.plan.simulation import MOMENTS, WEIGHTS
+from shardtune.run.plan.timeline import fullest
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.tiny_run import Tiny, make_tiny
 from tests.support.tiny_tasks import rows, save_encoder, write
@@ -171,6 +172,6 @@ def test_the_ledger_counts_what_lives_and_what_is_resized() -> None:
         third = torch.empty(1000)
         assert ledger.held() == {"third": 4000}
         del third
-    assert ledger.fullest() == {"third": 4000}
+    assert fullest(ledger.changes()) == {"third": 4000}
     assert torch.UntypedStorage.resize_ is not None
     assert torch.empty(2).untyped_storage().nbytes() == 8
