@@ -238,6 +238,15 @@ class SharedVocabulary:
         return place.where(here, 0), here
 
 
+def _filled(rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[n, size] with rows of zeros up to a multiple of 64, as oneDNN compiles its products for each n."""
+    number = len(rows)
+    whole = rows.new_empty((-(-number // 64) * 64, rows.shape[1]), dtype=dtype)
+    whole[:number] = rows
+    whole[number:] = 0
+    return whole
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Weighted sum of the cross-entropy of `transform(hidden @ weight.T + bias)`, chunk by chunk.
 
@@ -267,6 +276,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mixed = hidden.is_cuda and hidden.dtype != acc
         multiply = partial(torch.mm, out_dtype=acc) if mixed else torch.mm
         head = weight if mixed or weight is None else weight.to(acc)
+        # In the backward pass they are of the gradient rounded to half precision, there as here, where oneDNN rounds
+        # each result too: the gradient of hidden states would be rounded anyway, the head's once per chunk.
+        halves = not mixed and hidden.dtype == torch.bfloat16
         # By the whole vocabulary: all tensor-parallel ranks need the same number of chunks.
         whole = hidden.shape[-1] if weight is None else weight.shape[0]
         chunk = chunk_rows(hidden.device, whole if part is None else part.total)
@@ -298,6 +310,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if head is None:
                 if grad_hidden is not None:
                     grad_hidden[rows] = grad
+                continue
+            if halves:
+                inputs, grad = _filled(hidden[rows]), _filled(grad, hidden.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] = (grad @ weight)[: len(index)]
+                if grad_weight is not None:
+                    grad_weight += grad.t() @ inputs
                 continue
             grad = grad.to(inputs.dtype)
             if grad_hidden is not None:

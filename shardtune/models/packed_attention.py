@@ -105,10 +105,15 @@ def document_attention(
     elif found is not None:
         output = found.transpose(1, 2).contiguous()
     else:  # one call per document: of torch's kernel, or of the formula
-        lengths = cu_seq_lens_q.diff().tolist()
+        dtype, lengths = query.dtype, cu_seq_lens_q.diff().tolist()
+        if query.device.type == "cpu" and dtype.itemsize == 2:
+            # In half precision torch's kernel for CPUs has oneDNN compile products for the sizes of each document, and
+            # its backward pass is slower than in fp32, which loses nothing.
+            query, key, value = query.float(), key.float(), value.float()
         documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
         one = _sdpa if plain else _explicit
-        output = torch.cat([one(q, k, v, settings) for q, k, v in documents], dim=2).transpose(1, 2).contiguous()
+        outputs = [one(q, k, v, settings).transpose(1, 2) for q, k, v in documents]
+        output = torch.cat(outputs, dim=1).contiguous().to(dtype)
     return (output if token_share is None else to_tokens(output.unflatten(1, (rows, -1))[0], token_share)), None
 
 
