@@ -112,8 +112,8 @@ def main() -> None:
     heads = ["", "", f"GB (kernels made) after step {marks[0]}", *(f"{mark:,}" for mark in marks[1:])]
     text = (
         f"Qwen2 {arguments.layers} x {arguments.width}, vocabulary {arguments.vocabulary:,}; "
-        f"{throughput.ROWS_PER_STEP} rows a step, about 1,600 tokens; {arguments.threads} threads; resident memory of the "
-        f"process.\n\n{table(heads, rows)}\n\n{machine()}."
+        f"{throughput.ROWS_PER_STEP} rows a step, about 1,600 tokens; {arguments.threads} threads; resident "
+        f"memory of the process.\n\n{table(heads, rows)}\n\n{machine()}."
     )
     print(text)
     if arguments.save:

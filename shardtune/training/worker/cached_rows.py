@@ -500,8 +500,8 @@ class CachedRowsTask(Task):
             notes += self.adapter.history_notes()
         if self.recipe.actor.fill_micro_batches and not self.fills:
             notes.append(
-                "actor.fill_micro_batches: nothing is filled, as documents that do not count could change the numbers of "
-                "this model or loss"
+                "actor.fill_micro_batches: nothing is filled, as documents that do not count could change the numbers "
+                "of this model or loss"
             )
         return replace(
             summary,

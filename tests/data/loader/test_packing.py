@@ -132,7 +132,15 @@ def test_a_field_is_padded_in_every_dimension() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "most", "size"),
-    [(1, None, 32), (96, None, 96), (97, None, 128), (1610, None, 1664), (2049, None, 2304), (1610, 1620, 1620), (9, 9, 9)],
+    [
+        (1, None, 32),
+        (96, None, 96),
+        (97, None, 128),
+        (1610, None, 1664),
+        (2049, None, 2304),
+        (1610, 1620, 1620),
+        (9, 9, 9),
+    ],
 )
 def test_sizes_are_eight_from_each_power_of_two_to_the_next(tokens: int, most: int | None, size: int) -> None:
     assert filled_size(tokens, most) == size
