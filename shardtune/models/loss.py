@@ -17,15 +17,18 @@ from shardtune.models.head_gradient import HELD_BYTES, HeadGradient, SlopeOfBloc
 from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.tensor_parallel import Slice, row_slice
 
-LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**26}
-"""Logits in memory at a time (32 and 256 MiB in fp32), for any rows and vocabulary; a GPU needs many to be busy."""
+LOGITS_PER_CHUNK = {"cpu": 3 * 2**21, "cuda": 2**26}
+"""Logits in memory at a time (24 and 256 MiB in fp32), for any rows and vocabulary; a GPU needs many to be busy. On a
+CPU glibc returns blocks of 32 MiB to the system whenever they are freed."""
+KERNEL_ROWS = 64
+"""Multiples of rows for which products are compiled."""
 
 
 def chunk_rows(device: torch.device, vocabulary: int) -> int:
     """Number of targets whose logits are computed at a time.
 
-    With a vocabulary of 151,936 a CPU takes 2^23 // 151936 = 55 rows: 100 targets are rows 0:55 and 55:110, where
-    slicing ends the second chunk at row 100.
+    With a vocabulary of 151,936 a CPU takes 3 * 2^21 // 151936 = 41 rows: 60 targets are rows 0:41 and 41:82, where
+    slicing ends the second chunk at row 60.
     """
     return max(1, LOGITS_PER_CHUNK.get(device.type, LOGITS_PER_CHUNK["cpu"]) // vocabulary)
 
@@ -238,15 +241,6 @@ class SharedVocabulary:
         return place.where(here, 0), here
 
 
-def _filled(rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[n, size] with rows of zeros up to a multiple of 64, as oneDNN compiles its products for each n."""
-    number = len(rows)
-    whole = rows.new_empty((-(-number // 64) * 64, rows.shape[1]), dtype=dtype)
-    whole[:number] = rows
-    whole[number:] = 0
-    return whole
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Weighted sum of the cross-entropy of `transform(hidden @ weight.T + bias)`, chunk by chunk.
 
@@ -276,16 +270,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mixed = hidden.is_cuda and hidden.dtype != acc
         multiply = partial(torch.mm, out_dtype=acc) if mixed else torch.mm
         head = weight if mixed or weight is None else weight.to(acc)
-        # In the backward pass they are of the gradient rounded to half precision, there as here, where oneDNN rounds
-        # each result too: the gradient of hidden states would be rounded anyway, the head's once per chunk.
-        halves = not mixed and hidden.dtype == torch.bfloat16
         # By the whole vocabulary: all tensor-parallel ranks need the same number of chunks.
         whole = hidden.shape[-1] if weight is None else weight.shape[0]
         chunk = chunk_rows(hidden.device, whole if part is None else part.total)
+        # In the backward pass the factor is the gradient rounded to half precision, on a GPU as on a CPU, where oneDNN
+        # rounds the products too: that of hidden states would be rounded anyway, the head's is once per chunk. It
+        # compiles them for each number of rows, so rows of zeros fill each chunk.
+        most = -(-min(chunk, hidden.shape[0]) // KERNEL_ROWS) * KERNEL_ROWS
+        halves = not hidden.is_cuda and hidden.dtype == torch.bfloat16 and (needs_hidden or needs_weight)
+        grads = hidden.new_empty((most if halves else 0, 0 if weight is None else weight.shape[0]))
+        states = hidden.new_empty((most if halves else 0, hidden.shape[1]))
+        # Memory that every chunk uses again: fresh pages cost a third of the product's time.
+        buffer = (
+            None if mixed or head is None else hidden.new_empty((min(chunk, hidden.shape[0]), head.shape[0]), dtype=acc)
+        )
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             inputs = hidden[rows] if mixed else hidden[rows].to(acc)
-            logits = hidden[rows].to(acc, copy=True) if head is None else multiply(inputs, head.t())
+            if head is None:
+                logits = hidden[rows].to(acc, copy=True)
+            else:
+                logits = multiply(inputs, head.t(), out=None if buffer is None else buffer[: len(inputs)])
             if bias is not None:
                 logits += bias.to(acc)
             if transform is not IDENTITY:
@@ -312,11 +317,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_hidden[rows] = grad
                 continue
             if halves:
-                inputs, grad = _filled(hidden[rows]), _filled(grad, hidden.dtype)
+                number, filled = len(index), -(-len(index) // KERNEL_ROWS) * KERNEL_ROWS
+                grads[:number], grads[number:filled] = grad, 0
+                states[:number], states[number:filled] = hidden[rows], 0
                 if grad_hidden is not None:
-                    grad_hidden[rows] = (grad @ weight)[: len(index)]
+                    grad_hidden[rows] = (grads[:filled] @ weight)[:number]
                 if grad_weight is not None:
-                    grad_weight += grad.t() @ inputs
+                    grad_weight += grads[:filled].t() @ states[:filled]
                 continue
             grad = grad.to(inputs.dtype)
             if grad_hidden is not None:
