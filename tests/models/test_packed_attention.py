@@ -16,10 +16,10 @@ SETTINGS = ({}, {"sliding_window": 8}, {"softcap": 5.0}, {"s_aux": torch.tensor(
 
 def attended(tensors: list[torch.Tensor], **settings: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The output and the gradients."""
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     output, _ = document_attention(
-        nn.Module(), *leaves, None, cu_seq_lens_q=bounds, max_length_q=max(LENGTHS), **settings
+        nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, max_length_q=max(LENGTHS), **settings
     )
     output.float().square().sum().backward()
     return output.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
