@@ -277,9 +277,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # rounds the products too: that of hidden states would be rounded anyway, the head's is once per chunk. It
         # compiles them for each number of rows, so rows of zeros fill each chunk.
         most = -(-min(chunk, hidden.shape[0]) // KERNEL_ROWS) * KERNEL_ROWS
-        halves = not hidden.is_cuda and hidden.dtype == torch.bfloat16 and (needs_hidden or needs_weight)
-        grads = hidden.new_empty((most if halves else 0, 0 if weight is None else weight.shape[0]))
-        states = hidden.new_empty((most if halves else 0, hidden.shape[1]))
+        halves = not hidden.is_cuda and hidden.dtype == torch.bfloat16 and weight is not None and with_grad
+        grads, states = (hidden.new_empty((most if halves else 0, size)) for size in (whole, hidden.shape[1]))
         # Memory that every chunk uses again: fresh pages cost a third of the product's time.
         buffer = (
             None if mixed or head is None else hidden.new_empty((min(chunk, hidden.shape[0]), head.shape[0]), dtype=acc)
