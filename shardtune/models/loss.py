@@ -273,23 +273,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # By the whole vocabulary: all tensor-parallel ranks need the same number of chunks.
         whole = hidden.shape[-1] if weight is None else weight.shape[0]
         chunk = chunk_rows(hidden.device, whole if part is None else part.total)
-        # In the backward pass the factor is the gradient rounded to half precision, on a GPU as on a CPU, where oneDNN
-        # rounds the products too: that of hidden states would be rounded anyway, the head's is once per chunk. It
-        # compiles them for each number of rows, so rows of zeros fill each chunk.
+        # In the backward pass the factor is the gradient rounded to half precision. On a CPU the products are rounded too,
+        # and compiled for each number of rows, so rows of zeros fill each chunk.
         most = -(-min(chunk, hidden.shape[0]) // KERNEL_ROWS) * KERNEL_ROWS
         halves = not hidden.is_cuda and hidden.dtype == torch.bfloat16 and weight is not None and with_grad
         grads, states = (hidden.new_empty((most if halves else 0, size)) for size in (whole, hidden.shape[1]))
-        # Memory that every chunk uses again: fresh pages cost a third of the product's time.
-        buffer = (
-            None if mixed or head is None else hidden.new_empty((min(chunk, hidden.shape[0]), head.shape[0]), dtype=acc)
-        )
+        # All chunks share one block of memory: on a CPU fresh pages cost a third of the product's time.
+        block = hidden.new_empty((0 if mixed or head is None else min(chunk, len(hidden)), whole), dtype=acc)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             inputs = hidden[rows] if mixed else hidden[rows].to(acc)
-            if head is None:
-                logits = hidden[rows].to(acc, copy=True)
-            else:
-                logits = multiply(inputs, head.t(), out=None if buffer is None else buffer[: len(inputs)])
+            into = None if mixed else block[: len(inputs)]
+            logits = hidden[rows].to(acc, copy=True) if head is None else multiply(inputs, head.t(), out=into)
             if bias is not None:
                 logits += bias.to(acc)
             if transform is not IDENTITY:
