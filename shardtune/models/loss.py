@@ -273,8 +273,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # By the whole vocabulary: all tensor-parallel ranks need the same number of chunks.
         whole = hidden.shape[-1] if weight is None else weight.shape[0]
         chunk = chunk_rows(hidden.device, whole if part is None else part.total)
-        # In the backward pass the factor is the gradient rounded to half precision. On a CPU the products are rounded too,
-        # and compiled for each number of rows, so rows of zeros fill each chunk.
+        # In the backward pass the factor is the gradient rounded to half precision. On a CPU the products are rounded
+        # too, and compiled for each number of rows, so rows of zeros fill each chunk.
         most = -(-min(chunk, hidden.shape[0]) // KERNEL_ROWS) * KERNEL_ROWS
         halves = not hidden.is_cuda and hidden.dtype == torch.bfloat16 and weight is not None and with_grad
         grads, states = (hidden.new_empty((most if halves else 0, size)) for size in (whole, hidden.shape[1]))
