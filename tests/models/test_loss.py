@@ -152,7 +152,7 @@ def test_half_precision_is_no_worse_than_with_fp32_logits(
         assert ours.dtype == dtype
         scale = float(true.abs().max())
         # In bfloat16 the gradient of the logits is rounded before its products, as on a GPU, and on a CPU each product;
-        # with logits in bfloat16 the error would be 1.6 to 2 times that with fp32 ones.
+        # with logits in bfloat16 the error would be one and a half times to twice that with fp32 ones.
         rounded = dtype == torch.bfloat16 and path is by_linear and transform is not IDENTITY
         limit = 1.25 if rounded else 1.05
         assert float((ours - true).norm()) <= limit * float((theirs - true).norm()) + 1e-6 * scale
