@@ -260,8 +260,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         later = needs_weight and type(loss) is CrossEntropy and weight.numel() * acc.itemsize > HELD_BYTES
         needs_weight = needs_weight and not later
         scored = torch.empty(2, len(hidden) if later else 0, 1, dtype=acc, device=hidden.device)
-        total = torch.zeros((), dtype=acc, device=hidden.device)
-        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        total, correct = (torch.zeros((), dtype=kind, device=hidden.device) for kind in (acc, torch.int64))
         grad_hidden = torch.empty(hidden.shape, dtype=acc, device=hidden.device) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=acc, device=hidden.device) if needs_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=acc, device=hidden.device) if needs_bias else None
@@ -273,10 +272,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # By the whole vocabulary: all tensor-parallel ranks need the same number of chunks.
         whole = hidden.shape[-1] if weight is None else weight.shape[0]
         chunk = chunk_rows(hidden.device, whole if part is None else part.total)
-        # In the backward pass the factor is the gradient rounded to half precision. On a CPU the products are rounded
-        # too, and compiled for each number of rows, so rows of zeros fill each chunk.
-        most = -(-min(chunk, hidden.shape[0]) // KERNEL_ROWS) * KERNEL_ROWS
+        # The gradient is rounded to half precision; on a CPU its products too, compiled for each number of rows.
         halves = not hidden.is_cuda and hidden.dtype == torch.bfloat16 and weight is not None and with_grad
+        most = min(chunk, len(hidden)) + KERNEL_ROWS
         grads, states = (hidden.new_empty((most if halves else 0, size)) for size in (whole, hidden.shape[1]))
         # All chunks share one block of memory: on a CPU fresh pages cost a third of the product's time.
         block = hidden.new_empty((0 if mixed or head is None else min(chunk, len(hidden)), whole), dtype=acc)
@@ -294,11 +292,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 likeliest = logits.argmax(-1, keepdim=True) if shared is None else shared.likeliest(logits)
                 correct += ((likeliest == index) & (scale > 0)).sum()
             needs_grad = needs_hidden or needs_weight or needs_bias
-            if later:
-                given = scored[:, rows]
-                losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared, given)
-            else:
-                losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared)
+            given = (scored[:, rows],) if later else ()
+            losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared, *given)
             total += losses.sum()
             if each is not None:
                 each[rows] = losses[:, 0]
@@ -314,15 +309,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 number, filled = len(index), -(-len(index) // KERNEL_ROWS) * KERNEL_ROWS
                 grads[:number], grads[number:filled] = grad, 0
                 states[:number], states[number:filled] = hidden[rows], 0
-                if grad_hidden is not None:
-                    grad_hidden[rows] = (grads[:filled] @ weight)[:number]
-                if grad_weight is not None:
-                    grad_weight += grads[:filled].t() @ states[:filled]
-                continue
+                grad, inputs = grads[:filled], states[:filled]
             grad = grad.to(inputs.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = multiply(grad, head)
-            if grad_weight is not None and mixed:
+                grad_hidden[rows] = multiply(grad, weight if halves else head)[: len(index)]
+            if grad_weight is not None and (mixed or halves):
                 grad_weight += multiply(grad.t(), inputs)
             elif grad_weight is not None:
                 grad_weight.addmm_(grad.t(), inputs)
