@@ -312,7 +312,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad, inputs = grads[:filled], states[:filled]
             grad = grad.to(inputs.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = multiply(grad, weight if halves else head)[: len(index)]
+                grad_hidden[rows] = multiply(grad, weight if halves and weight is not None else head)[: len(index)]
             if grad_weight is not None and (mixed or halves):
                 grad_weight += multiply(grad.t(), inputs)
             elif grad_weight is not None:
