@@ -6,6 +6,10 @@ slows all alike. Reported are medians over the turns and the ratios of turns tha
 
     python bench/throughput.py --data gsm8k_train.jsonl [--precision fp32|bf16] [--turns 7]
 
+`products` is no trainer: it computes the matrix products of a step alone, forward and backward, of linear layers and
+head, in the same precision and of the mean number of tokens. What a trainer reaches of its speed is the share of the
+machine's peak, with attention, norms, the optimizer and everything else counted as time lost.
+
 TRL runs as a user would configure it: its defaults (completion-only loss on prompt-completion rows), once without and
 once with `packing=True`; `gradient_checkpointing=False` too, so that nobody has to guess what that costs. It needs
 `pip install -c constraints.txt trl`.
@@ -33,17 +37,19 @@ from workload import make_inputs
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROWS_PER_STEP = 8  # TRL's default batch
 MAX_LENGTH = 1024  # TRL's default, too
-CONTENDERS = ("shardtune", "flat", "trl", "trl-no-checkpointing", "trl-packing")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+CONTENDERS = ("shardtune", "flat", "trl", "trl-no-checkpointing", "trl-packing", "products")
 
 
 class Turns:
     """One contender's side of taking turns: `step_done` after each step; waits for its turn where one is over."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, clock: str) -> None:
         self._steps = steps
+        self._clock = CLOCKS[clock]
         self._done = 0
         self._tokens = 0.0
-        self._began = time.perf_counter()
+        self._began = self._clock()
         self._first = True
 
     def step_done(self, tokens: float) -> None:
@@ -53,12 +59,12 @@ class Turns:
             self._report({"started": time.time()})
             self._first = False
         elif self._done >= self._steps:
-            self._report({"tokens": self._tokens, "seconds": time.perf_counter() - self._began})
+            self._report({"tokens": self._tokens, "seconds": self._clock() - self._began})
         else:
             return
         if not sys.stdin.readline().strip():
             os._exit(0)
-        self._done, self._tokens, self._began = 0, 0.0, time.perf_counter()
+        self._done, self._tokens, self._began = 0, 0.0, self._clock()
 
     def _report(self, what: dict[str, float]) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -205,6 +211,37 @@ def run_trl(folder: Path, precision: str, turns: Turns, **options: Any) -> None:
     trainer.train()
 
 
+def run_products(folder: Path, precision: str, turns: Turns) -> None:
+    """Of each linear layer of a step its output, its input's gradient and its weight's gradient."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    wholes, prompts = [], []
+    for line in (folder / "rows.jsonl").read_text().splitlines()[:400]:
+        row = json.loads(line)
+        prompts.append(len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)))
+        wholes.append(len(tokenizer.apply_chat_template([*row["prompt"], *row["completion"]], return_dict=False)))
+    tokens = round(ROWS_PER_STEP * statistics.mean(wholes))
+    targets = tokens - round(ROWS_PER_STEP * statistics.mean(prompts))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"))
+    head = model.get_output_embeddings()
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    sizes = [(targets if layer is head else tokens, *layer.weight.shape) for layer in layers]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    weights = {(n, k): torch.randn(n, k).to(dtype) for _, n, k in sizes}
+    inputs = {(m, k): torch.randn(m, k).to(dtype) for m, _, k in sizes}
+    outputs = {(m, n): torch.randn(m, n).to(dtype) for m, n, _ in sizes}
+    while True:
+        for m, n, k in sizes:
+            x, grad, weight = inputs[m, k], outputs[m, n], weights[n, k]
+            torch.mm(x, weight.t())
+            torch.mm(grad, weight)
+            torch.mm(grad.t(), x)
+        turns.step_done(tokens)
+
+
 RUN: dict[str, Callable[[Path, str, Turns], None]] = {
     "shardtune": run_shardtune,
     "flat": run_flat,
@@ -213,19 +250,20 @@ RUN: dict[str, Callable[[Path, str, Turns], None]] = {
         folder, precision, turns, gradient_checkpointing=False
     ),
     "trl-packing": lambda folder, precision, turns: run_trl(folder, precision, turns, packing=True),
+    "products": run_products,
 }
 
 
 class Contender:
     """A contender's process, seen from the referee."""
 
-    def __init__(self, name: str, folder: Path, precision: str, steps: int, threads: int) -> None:
+    def __init__(self, name: str, folder: Path, precision: str, steps: int, threads: int, clock: str) -> None:
         self.name = name
         self._began = time.time()
         command = [sys.executable, __file__, "--contender", name, "--folder", str(folder), "--precision", precision]
         self._log = open(folder / f"{name}.log", "w")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [*command, "--steps", str(steps)],
+            [*command, "--steps", str(steps), "--clock", clock],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -268,12 +306,15 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--clock", default="wall", choices=list(CLOCKS), help="cpu: with one thread, on a machine that others use too"
+    )
     parser.add_argument("--save", action="store_true", help="write the result into docs/benchmarks.md")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender:
-        RUN[arguments.contender](arguments.folder, arguments.precision, Turns(arguments.steps))
+        RUN[arguments.contender](arguments.folder, arguments.precision, Turns(arguments.steps, arguments.clock))
         return
     if arguments.data is None:
         parser.error("--data is needed: GSM8K's train.jsonl, or any rows with question and answer")
@@ -290,7 +331,8 @@ def main() -> None:
         )
         contenders = []
         for contender in arguments.only:  # one after the other: start-up is measured, too
-            contenders.append(Contender(contender, folder, arguments.precision, arguments.steps, arguments.threads))
+            settings = (arguments.precision, arguments.steps, arguments.threads, arguments.clock)
+            contenders.append(Contender(contender, folder, *settings))
             contenders[-1].turn()  # warm-up, not counted
             print(f"{contender}: started in {contenders[-1].startup:.1f} s", file=sys.stderr, flush=True)
         for _ in range(arguments.turns):
@@ -318,14 +360,23 @@ def report(contenders: list[Contender], arguments: argparse.Namespace) -> None:
             ]
         )
     heads = ["", "tokens/s", f"{first.name} is faster by", "peak GB", "memory ratio", "start-up s", "start-up ratio"]
+    of_cpu = ", seconds of CPU" if arguments.clock == "cpu" else ""
+    threads = f"{arguments.threads} thread{'s' if arguments.threads > 1 else ''}{of_cpu}"
     text = (
-        f"{machine()}; {arguments.threads} threads; Qwen2 {arguments.layers} x {arguments.width}, vocabulary "
+        f"{machine()}; {threads}; Qwen2 {arguments.layers} x {arguments.width}, vocabulary "
         f"{arguments.vocabulary:,}, {arguments.precision}; {ROWS_PER_STEP} rows a step, at most {MAX_LENGTH} tokens; "
         f"medians of {arguments.turns} turns of {arguments.steps} steps each, in turn.\n\n" + table(heads, rows)
     )
+    peak = next((contender for contender in contenders if contender.name == "products"), None)
+    if peak is not None:
+        shares = []
+        for contender in contenders[: contenders.index(peak)]:
+            found = [own / alone for own, alone in zip(contender.rates, peak.rates, strict=True)]
+            shares.append(f"{contender.name} {statistics.median(found):.0%} ({min(found):.0%} to {max(found):.0%})")
+        text += f"\n\nOf the speed of its matrix products alone, in neighbouring turns: {', '.join(shares)}."
     print(text)
     if arguments.save:
-        write_section(f"throughput-{arguments.precision}", text)
+        write_section(f"throughput-{arguments.precision}-{arguments.vocabulary}", text)
 
 
 if __name__ == "__main__":

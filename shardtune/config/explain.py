@@ -42,6 +42,7 @@ EXAMPLES = {
     "runner.ray.gpus_per_rank": "1",
     "runner.ray.resources": "{a100: 1}",
     "actor.max_tokens_per_micro_batch": "8192",
+    "actor.fill_micro_batches": "true",
     "actor.eval_micro_batch_size": "16",
     "actor.global_batch_tokens": "65536",
     "actor.loss": "dft",

@@ -340,6 +340,11 @@ class Adapter(ABC):
         return True
 
     @property
+    def may_be_filled(self) -> bool:
+        """Whether documents without a target may join the rows of a micro-batch and change nothing but rounding."""
+        return False
+
+    @property
     def rows_of_one_length(self) -> bool:
         """Whether a micro-batch may hold several rows where they have the same number of tokens."""
         return False

@@ -291,6 +291,14 @@ class CausalLM(LanguageModel):
         return self.packs
 
     @property
+    def may_be_filled(self) -> bool:
+        """Not where a layer's state is computed row by row, nor where a class of a user's, or fields of rows, may count
+        documents."""
+        own = (type(self).collate, type(self).loss, type(self).train_loss)
+        as_here = own == (CausalLM.collate, CausalLM.loss, CausalLM.train_loss)
+        return self.packs and not self._mixes and as_here
+
+    @property
     def rows_of_one_length(self) -> bool:
         return self._by_length
 

@@ -17,15 +17,18 @@ from shardtune.models.head_gradient import HELD_BYTES, HeadGradient, SlopeOfBloc
 from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.tensor_parallel import Slice, row_slice
 
-LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**26}
-"""Logits in memory at a time (32 and 256 MiB in fp32), for any rows and vocabulary; a GPU needs many to be busy."""
+LOGITS_PER_CHUNK = {"cpu": 3 * 2**21, "cuda": 2**26}
+"""Logits in memory at a time (24 and 256 MiB in fp32), for any rows and vocabulary; a GPU needs many to be busy. On a
+CPU glibc returns blocks of 32 MiB to the system whenever they are freed."""
+KERNEL_ROWS = 64
+"""Multiples of rows for which products are compiled."""
 
 
 def chunk_rows(device: torch.device, vocabulary: int) -> int:
     """Number of targets whose logits are computed at a time.
 
-    With a vocabulary of 151,936 a CPU takes 2^23 // 151936 = 55 rows: 100 targets are rows 0:55 and 55:110, where
-    slicing ends the second chunk at row 100.
+    With a vocabulary of 151,936 a CPU takes 3 * 2^21 // 151936 = 41 rows: 60 targets are rows 0:41 and 41:82, where
+    slicing ends the second chunk at row 60.
     """
     return max(1, LOGITS_PER_CHUNK.get(device.type, LOGITS_PER_CHUNK["cpu"]) // vocabulary)
 
@@ -257,8 +260,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         later = needs_weight and type(loss) is CrossEntropy and weight.numel() * acc.itemsize > HELD_BYTES
         needs_weight = needs_weight and not later
         scored = torch.empty(2, len(hidden) if later else 0, 1, dtype=acc, device=hidden.device)
-        total = torch.zeros((), dtype=acc, device=hidden.device)
-        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        total, correct = (torch.zeros((), dtype=kind, device=hidden.device) for kind in (acc, torch.int64))
         grad_hidden = torch.empty(hidden.shape, dtype=acc, device=hidden.device) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=acc, device=hidden.device) if needs_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=acc, device=hidden.device) if needs_bias else None
@@ -270,10 +272,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # By the whole vocabulary: all tensor-parallel ranks need the same number of chunks.
         whole = hidden.shape[-1] if weight is None else weight.shape[0]
         chunk = chunk_rows(hidden.device, whole if part is None else part.total)
+        # The gradient is rounded to half precision; on a CPU its products too, compiled for each number of rows.
+        halves = not hidden.is_cuda and hidden.dtype == torch.bfloat16 and weight is not None and with_grad
+        most = min(chunk, len(hidden)) + KERNEL_ROWS
+        grads, states = (hidden.new_empty((most if halves else 0, size)) for size in (whole, hidden.shape[1]))
+        # All chunks share one block of memory: on a CPU fresh pages cost a third of the product's time.
+        block = hidden.new_empty((0 if mixed or head is None else min(chunk, len(hidden)), whole), dtype=acc)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             inputs = hidden[rows] if mixed else hidden[rows].to(acc)
-            logits = hidden[rows].to(acc, copy=True) if head is None else multiply(inputs, head.t())
+            into = None if mixed else block[: len(inputs)]
+            logits = hidden[rows].to(acc, copy=True) if head is None else multiply(inputs, head.t(), out=into)
             if bias is not None:
                 logits += bias.to(acc)
             if transform is not IDENTITY:
@@ -283,11 +292,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 likeliest = logits.argmax(-1, keepdim=True) if shared is None else shared.likeliest(logits)
                 correct += ((likeliest == index) & (scale > 0)).sum()
             needs_grad = needs_hidden or needs_weight or needs_bias
-            if later:
-                given = scored[:, rows]
-                losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared, given)
-            else:
-                losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared)
+            given = (scored[:, rows],) if later else ()
+            losses, grad = loss.on_chunk(rows, logits, index, scale, transform, needs_grad, shared, *given)
             total += losses.sum()
             if each is not None:
                 each[rows] = losses[:, 0]
@@ -299,10 +305,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[rows] = grad
                 continue
+            if halves:
+                number, filled = len(index), -(-len(index) // KERNEL_ROWS) * KERNEL_ROWS
+                grads[:number], grads[number:filled] = grad, 0
+                states[:number], states[number:filled] = hidden[rows], 0
+                grad, inputs = grads[:filled], states[:filled]
             grad = grad.to(inputs.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = multiply(grad, head)
-            if grad_weight is not None and mixed:
+                grad_hidden[rows] = multiply(grad, weight if halves and weight is not None else head)[: len(index)]
+            if grad_weight is not None and (mixed or halves):
                 grad_weight += multiply(grad.t(), inputs)
             elif grad_weight is not None:
                 grad_weight.addmm_(grad.t(), inputs)

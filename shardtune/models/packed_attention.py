@@ -73,9 +73,7 @@ def document_attention(
         ([rows, tokens, heads, value_dim], None).
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
-        raise ValueError(
-            f"{DOCUMENTS} needs document boundaries and no mask: the model did not pass them to its layers"
-        )
+        raise ValueError(f"{DOCUMENTS} needs document boundaries and no mask: the model passed none to its layers")
     # transformers calls this with layers of any model, which may lack `is_causal`, and looks it up the same way.
     settings = _Settings(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -105,10 +103,14 @@ def document_attention(
     elif found is not None:
         output = found.transpose(1, 2).contiguous()
     else:  # one call per document: of torch's kernel, or of the formula
-        lengths = cu_seq_lens_q.diff().tolist()
+        dtype, lengths = query.dtype, cu_seq_lens_q.diff().tolist()
+        if query.device.type == "cpu" and dtype.itemsize == 2:
+            # In half precision oneDNN would compile products for the lengths of all documents, and be slower.
+            query, key, value = query.float(), key.float(), value.float()
         documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
         one = _sdpa if plain else _explicit
-        output = torch.cat([one(q, k, v, settings) for q, k, v in documents], dim=2).transpose(1, 2).contiguous()
+        output = torch.cat([one(q, k, v, settings).transpose(1, 2) for q, k, v in documents], dim=1).contiguous()
+        output = output.to(dtype)
     return (output if token_share is None else to_tokens(output.unflatten(1, (rows, -1))[0], token_share)), None
 
 

@@ -216,6 +216,7 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "actor.z_loss": actor.z_loss > 0,
         "actor.neftune_alpha": actor.neftune_alpha is not None,
         "actor.max_tokens_per_micro_batch": actor.max_tokens_per_micro_batch is not None,
+        "actor.fill_micro_batches": actor.fill_micro_batches is not None,
         "actor.global_batch_tokens": actor.global_batch_tokens is not None,
         "data.eval_split": data.eval_split > 0,
         "data.transform": data.transform is not None,

@@ -41,6 +41,7 @@ FREE = (
     "actor.training_backend",
     "actor.micro_batch_size",
     "actor.max_tokens_per_micro_batch",
+    "actor.fill_micro_batches",
     "actor.eval_micro_batch_size",
     "actor.model.gradient_checkpointing",
     "actor.parallel",

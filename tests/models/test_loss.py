@@ -151,7 +151,11 @@ def test_half_precision_is_no_worse_than_with_fp32_logits(
     for ours, theirs, true in zip(gradients(got, half), gradients(usual, half), true_gradients, strict=True):
         assert ours.dtype == dtype
         scale = float(true.abs().max())
-        assert float((ours - true).norm()) <= 1.05 * float((theirs - true).norm()) + 1e-6 * scale
+        # In bfloat16 the gradient of the logits is rounded before its products, as on a GPU, and on a CPU each product;
+        # with logits in bfloat16 the error would be one and a half times to twice that with fp32 ones.
+        rounded = dtype == torch.bfloat16 and path is by_linear and transform is not IDENTITY
+        limit = 1.25 if rounded else 1.05
+        assert float((ours - true).norm()) <= limit * float((theirs - true).norm()) + 1e-6 * scale
 
 
 def test_torchs_own_sum_in_bf16_would_not_do() -> None:

@@ -8,13 +8,14 @@ from transformers import AutoModelForCausalLM
 
 from shardtune.config import load_recipe
 from shardtune.training.worker.adapter_worker import SFTWorker
-from tests.support.dist.parity import EXACT, LAYOUTS, ROUNDED, ROUNDED_WEIGHTS, Case, Comparison
+from tests.support.dist.parity import EXACT, LAYOUTS, ROUNDED, ROUNDED_WEIGHTS, Case, Comparison, distance
 from tests.support.dist.training import quiet, recipe
 
 # Gemma's norms compute in fp32 whatever the model's dtype, so fp64 proves nothing there.
 FP64 = [
     *(Case(*layout) for layout in LAYOUTS),
-    *(Case(*layout, kind=kind) for kind in ("mixtral", "qwen3_moe", "mistral") for layout in ((2, 4),)),
+    *(Case(2, 4, kind=kind, filled=kind != "mistral") for kind in ("mixtral", "qwen3_moe", "mistral")),
+    Case(1, 8, filled=True),
 ]
 FP32 = [
     *(Case(*layout, precision="fp32", optimizer="SGD") for layout in ((1, 8), (2, 4), (4, 2))),
@@ -38,6 +39,11 @@ def test_fp64_is_exact(comparison: Comparison, case: Case) -> None:
     assert min(flat.norms) > 0.5, "the clip must be active"
     apart = comparison.distance(case)
     assert max(apart.loss, apart.norm, apart.gradient, apart.weight) < EXACT, apart
+
+
+def test_documents_that_fill_micro_batches_change_only_rounding(comparison: Comparison) -> None:
+    apart = distance(comparison.traces[Case(1, 8, filled=True)], comparison.traces[Case(1, 8)])
+    assert max(apart.loss, apart.norm, apart.gradient, apart.weight) < 1e-12, apart
 
 
 @pytest.mark.parametrize("case", FP32, ids=str)

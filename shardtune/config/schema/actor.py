@@ -150,6 +150,12 @@ class ActorConfig(Section):
     max_tokens_per_micro_batch: Count | None = key(
         None, "Maximum tokens per forward pass; null: no limit; if both limits are given, both apply."
     )
+    fill_micro_batches: bool | None = key(
+        None,
+        "Fill packed micro-batches up to one of a few sizes with a copy of a row's first tokens, as documents of their "
+        "own without a target: the numbers stay the same, and kernels that are made for a size are made once; null: on "
+        "a CPU in half precision, where each new size would cost time and memory.",
+    )
     eval_micro_batch_size: Count | None = key(
         None, "Maximum rows per forward pass in evaluation; null: as in training."
     )

@@ -137,6 +137,42 @@ NO_ROW = Sample(np.zeros(1, np.int32), np.zeros(1, np.float32))
 """One token without a target: what a rank without rows computes."""
 
 
+def filled_size(tokens: int, most: int | None) -> int:
+    """The number of tokens that a micro-batch is filled up to: eight sizes from each power of two to the next.
+
+    1,610 tokens are between 1,024 and 2,048, where sizes are 128 apart, and become 1,664. Below 512 they are 32 apart.
+
+    Args:
+        tokens: of its rows.
+        most: tokens of a micro-batch; None: any number.
+    """
+    apart = max(32, 1 << max(0, tokens.bit_length() - 4))
+    size = -(-tokens // apart) * apart
+    return size if most is None else max(tokens, min(size, most))
+
+
+def fillers(samples: Sequence[Sample], most: int | None) -> list[Sample]:
+    """The documents that fill a micro-batch up to `filled_size`: the first tokens of its longest row, without a target.
+
+    They are tokens that the model computes anyway, so nothing new can overflow, and none is longer than that row, so no
+    limit on the length of rows is passed.
+
+    Worked example: rows of 50 and 40 tokens are filled up to 96 by a document of 6; 3 rows of 9 tokens, 27 in all, up
+    to 32 by a document of 5; 10 rows of 5 tokens up to 64 by documents of 5, 5 and 4.
+
+    Args:
+        samples: of the micro-batch.
+        most: tokens of a micro-batch; None: any number.
+    """
+    longest, tokens = max(samples, key=lambda sample: sample.length), sum(sample.length for sample in samples)
+    missing, found = filled_size(tokens, most) - tokens, []
+    while missing > 0:
+        length = min(missing, longest.length)
+        found.append(Sample(longest.input_ids[:length], np.zeros(length, np.float32)))
+        missing -= length
+    return found
+
+
 def stack(
     samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float], padding: Mapping[str, float]
 ) -> Batch:

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from shardtune.batch import Batch, Sample
-from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, pack
+from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, fillers, pack
 from shardtune.data.loader.prefetch import computed_ahead
 from shardtune.data.loader.protocol import Column, DataState, Step, supervised
 
@@ -40,11 +40,19 @@ class Order(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one forward may hold."""
+    """What one forward may hold.
+
+    Attributes:
+        max_rows: rows at most; None: any number.
+        max_tokens: tokens at most; None: any number.
+        of_one_length: whether all its rows have one length.
+        filled: whether documents without a target fill it up to one of a few sizes.
+    """
 
     max_rows: int | None
     max_tokens: int | None = None
     of_one_length: bool = False
+    filled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +202,8 @@ class BatchMaker:
         else:
             samples, numbers = [self._collator.filler(self._data.row(int(any_row)))], [-1]
         samples = samples if companion is None else companion.joined(samples)
+        if self._limits.filled and len(rows):
+            samples = [*samples, *fillers(samples, self._limits.max_tokens)]
         numbers += [-1] * (len(samples) - len(numbers))
         weights = {term: float(values[rows].sum()) for term, values in terms.items()}
         return self._collator.collate(samples, numbers, weights)

@@ -48,6 +48,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "actor.training_backend": ("rounding",),
     "actor.micro_batch_size": ("rounding",),
     "actor.max_tokens_per_micro_batch": ("rounding",),
+    "actor.fill_micro_batches": ("rounding",),
     "actor.eval_micro_batch_size": ("evaluation",),
     "actor.global_batch_size": ("rows",),
     "actor.global_batch_tokens": ("rows",),

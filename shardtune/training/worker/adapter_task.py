@@ -200,6 +200,7 @@ class AdapterTask(CachedRowsTask):
             max_rows if self._rows_share_forwards else 1,
             self.recipe.actor.max_tokens_per_micro_batch,
             of_one_length=not self.adapter.rows_share_forwards and self.adapter.rows_of_one_length,
+            filled=self.fills,
         )
         rank, number = ranks.data_rank, ranks.num_data_ranks
         return BatchMaker(rows, limits, self.adapter, rank=rank, num_ranks=number, changes=changes)
@@ -207,6 +208,16 @@ class AdapterTask(CachedRowsTask):
     @property
     def _rows_share_forwards(self) -> bool:
         return self.adapter.rows_share_forwards or self.adapter.rows_of_one_length
+
+    @property
+    def fills(self) -> bool:
+        """Not where the model, a loss over whole steps or a worker of a user's could count documents."""
+        wanted, dtype = self.recipe.actor.fill_micro_batches, COMPUTE_DTYPE[self.recipe.actor.model.precision]
+        if wanted is None:
+            wanted = self._ranks.device.type == "cpu" and dtype.itemsize == 2
+        outputs = (self.methods.get_train_model_output, self.methods.get_eval_model_output)
+        own = all(output.__module__.startswith("shardtune.") for output in outputs)
+        return wanted and self.adapter.may_be_filled and self._whole_step is None and own
 
     @property
     def num_processes(self) -> int:
@@ -311,6 +322,7 @@ class AdapterTask(CachedRowsTask):
             return summary
         alone = "rows of one length" if self.adapter.rows_of_one_length else "one row"
         packed = "rows end to end, each attends to itself alone (compared on two rows)"
+        packed += ", filled up to a few sizes" if self.fills else ""
         summary = replace(summary, attention=packed if self.adapter.rows_share_forwards else f"{alone} per forward")
         return token_counts(summary, self.training_rows(), self.adapter.token_term)
 

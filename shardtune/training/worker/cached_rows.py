@@ -478,6 +478,11 @@ class CachedRowsTask(Task):
             check_task_names(self._harness)
         check_monitors(recipe.runner, self.metric_names())
 
+    @property
+    def fills(self) -> bool:
+        """Whether micro-batches are filled up to one of a few sizes."""
+        return False
+
     def describe(self, summary: RunSummary) -> RunSummary:
         evaluation = {name: len(rows) for name, rows in self.prepared.evals.items()}
         config, frames = self.recipe.actor.model, frames_of(self.prepared.encoder) is not None
@@ -493,6 +498,11 @@ class CachedRowsTask(Task):
             notes.append(f"images of training are augmented, by {image_changes().name}")
         if isinstance(self.adapter, ActingAdapter):
             notes += self.adapter.history_notes()
+        if self.recipe.actor.fill_micro_batches and not self.fills:
+            notes.append(
+                "actor.fill_micro_batches: nothing is filled, as documents that do not count could change the numbers "
+                "of this model or loss"
+            )
         return replace(
             summary,
             evaluation={**summary.evaluation, **evaluation},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardtune.batch import Sample
-from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, pack, stack
+from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, filled_size, fillers, pack, stack
 from shardtune.errors import ConfigError, ModelError
 
 
@@ -128,3 +128,26 @@ def test_a_field_is_padded_in_every_dimension() -> None:
     flat = Sample(fields={"picture": np.ones(3, np.float32)})
     with pytest.raises(ModelError, match=r"different numbers of dimensions, \[2, 3\] and \[3\]"):
         stack([samples[0], flat], (0, 1), {"loss": 2.0}, {"picture": -1})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "size"),
+    [
+        (1, None, 32),
+        (96, None, 96),
+        (97, None, 128),
+        (1610, None, 1664),
+        (2049, None, 2304),
+        (1610, 1620, 1620),
+        (9, 9, 9),
+    ],
+)
+def test_sizes_are_eight_from_each_power_of_two_to_the_next(tokens: int, most: int | None, size: int) -> None:
+    assert filled_size(tokens, most) == size
+
+
+def test_no_document_that_fills_is_longer_than_the_longest_row() -> None:
+    rows = [Sample(np.arange(1, 6, dtype=np.int32), np.ones(5, np.float32)) for _ in range(10)]
+    found = fillers(rows, None)
+    assert [sample.input_ids.tolist() for sample in found] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
+    assert not any(sample.loss_weights.any() for sample in found)

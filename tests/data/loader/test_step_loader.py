@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from shardtune.batch import Sample
+from shardtune.batch import PackedBatch, Sample
 from shardtune.data.loader.order import DataOrder, OrderSource
 from shardtune.data.loader.protocol import supervised
 from shardtune.data.loader.step_loader import BatchMaker, DataState, Limits, Step, StepLoader
@@ -101,3 +101,31 @@ def test_a_fault_in_the_background_reaches_the_caller() -> None:
     broken = loader(limits=Limits(None, 5))
     with pytest.raises(Exception, match="max_tokens_per_micro_batch"):
         next(broken.steps(DataState()))
+
+
+def test_documents_without_a_target_fill_micro_batches_up_to_few_sizes() -> None:
+    plain, filled = (loader(limits=Limits(8, 90, filled=filled)) for filled in (False, True))
+    pairs = list(islice(zip(plain.steps(DataState()), filled.steps(DataState()), strict=False), 20))
+    sizes = set()
+    for one, other in pairs:
+        assert (one.num_tokens, one.denominators) == (other.num_tokens, other.denominators)
+        for batch, more in zip(one.micro_batches, other.micro_batches, strict=True):
+            assert isinstance(batch, PackedBatch)
+            assert isinstance(more, PackedBatch)
+            here, rows = len(batch.input_ids), len(batch.rows)
+            assert more.rows == (*batch.rows, *(-1 for _ in range(len(more.rows) - rows)))
+            for name in ("input_ids", "position_ids", "target_positions", "targets", "cu_seqlens"):
+                whole = getattr(batch, name)
+                assert getattr(more, name)[: len(whole)].equal(whole)
+            assert len(more.targets) == len(batch.targets)
+            assert more.document_weights.tolist() == [1.0] * rows + [0.0] * (len(more.rows) - rows)
+            assert more.position_ids[here:].tolist() == batch.input_ids.new_tensor(_places(more, rows)).tolist()
+            assert (more.max_length, more.weights) == (batch.max_length, batch.weights)
+            sizes.add(len(more.input_ids))
+    assert sizes <= {32, 64, 90}
+    assert len(sizes) > 1
+
+
+def _places(batch: PackedBatch, rows: int) -> list[int]:
+    lengths = batch.cu_seqlens.diff()[rows:].tolist()
+    return [place for length in lengths for place in range(length)]

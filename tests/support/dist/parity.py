@@ -27,9 +27,11 @@ class Case:
     kind: str = "dense"
     precision: str = "fp64"
     optimizer: str = "AdamW"
+    filled: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind}-{self.precision}-{self.optimizer}-{self.ranks}x{self.rows}"
+        filled = "-filled" if self.filled else ""
+        return f"{self.kind}-{self.precision}-{self.optimizer}-{self.ranks}x{self.rows}{filled}"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Comparison:
             self.model(case.kind),
             self.rows,
             actor__micro_batch_size=case.rows,
+            actor__fill_micro_batches=case.filled or None,
             actor__model__precision=case.precision,
             actor__optim__name=case.optimizer,
             runner__max_steps=self._steps,

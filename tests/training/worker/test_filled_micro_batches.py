@@ -1,0 +1,50 @@
+"""Which runs fill their micro-batches up to a few sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardtune import SFTWorker
+from shardtune.config import load_recipe
+from tests.support.dist.training import quiet, recipe, save_model, save_rows
+
+
+class Own(SFTWorker):
+    """Whose loss may count documents."""
+
+    def get_train_model_output(self, batch: Any) -> Any:
+        return super().get_train_model_output(batch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("filled")
+    save_model("dense", made / "dense")
+    save_rows(made / "rows.jsonl", 9)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("worker", "precision", "wanted", "filled"),
+    [
+        (SFTWorker, "bf16", None, True),
+        (SFTWorker, "fp32", None, False),
+        (SFTWorker, "fp32", True, True),
+        (SFTWorker, "bf16", False, False),
+        (Own, "bf16", None, False),
+        (Own, "bf16", True, False),
+    ],
+)
+def test_micro_batches_are_filled_where_sizes_cost_and_nothing_counts_documents(
+    folder: Path, worker: type[SFTWorker], precision: str, wanted: bool | None, filled: bool
+) -> None:
+    changes = {"actor__model__precision": precision, "actor__fill_micro_batches": wanted}
+    run = worker(load_recipe(recipe(folder / "dense", folder / "rows.jsonl", **changes)), report=quiet)
+    run.setup()
+    summary = run.summary()
+    assert ("filled up to a few sizes" in summary.attention) == filled
+    assert any("nothing is filled" in note for note in summary.notes) == (wanted is True and not filled)
+    run.release()
