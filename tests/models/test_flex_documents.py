@@ -14,6 +14,7 @@ from shardtune.models import flex_documents, packed_attention
 from shardtune.models.flex_documents import BLOCK, by_blocks, document_mask, trial
 from shardtune.models.packed_attention import document_attention, explicit
 from shardtune.run.plan.ledger import AsOnCuda, Ledger
+from shardtune.run.plan.timeline import fullest
 
 CPU = torch.device("cpu")
 
@@ -67,7 +68,7 @@ def test_on_a_gpu_a_plan_counts_no_scores() -> None:
             output.sum().backward()
     assert output.shape == (1, tokens, heads, 16)
     assert query.grad is not None
-    assert sum(ledger.fullest().values()) < heads * tokens * tokens
+    assert sum(fullest(ledger.changes()).values()) < heads * tokens * tokens
 
 
 def test_where_it_fails_the_formula_is_used_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
