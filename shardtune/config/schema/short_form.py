@@ -30,6 +30,10 @@ class ShortForm(Section):
         return self.actor.max_tokens_per_micro_batch
 
     @property
+    def fill_micro_batches(self) -> bool | None:
+        return self.actor.fill_micro_batches
+
+    @property
     def eval_micro_batch_size(self) -> int | None:
         return self.actor.eval_micro_batch_size
 

@@ -217,7 +217,7 @@ class AdapterTask(CachedRowsTask):
             wanted = self._ranks.device.type == "cpu" and dtype.itemsize == 2
         outputs = (self.methods.get_train_model_output, self.methods.get_eval_model_output)
         own = all(output.__module__.startswith("shardtune.") for output in outputs)
-        return wanted and self.adapter.may_be_filled and self._whole_step is None and own
+        return self.adapter.may_be_filled and wanted and self._whole_step is None and own
 
     @property
     def num_processes(self) -> int:
