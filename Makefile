@@ -2,7 +2,8 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?= -n 4 --dist worksteal
-# These wait for nothing: a process per core, and the fewer processes read torch and the tests.
+# These wait for nothing: a process per core, and the fewer processes read torch and the tests. They are nice to `lint`
+# beside them in `make check`, whose types are checked by one process and would otherwise end last.
 QUICK_ARGS ?= -n 2 --dist worksteal
 # One thread each: several processes with all cores each would only wait for one another. No test needs the network.
 # Four processes keep two cores busy while tests wait for ranks, signals and locks. Compiled files of Python are kept.
@@ -57,7 +58,7 @@ check: $(INSTALLED) ## check style and types, and run the tests that start no pr
 	@$(MAKE) --no-print-directory --jobs=2 lint quick
 
 quick: $(INSTALLED) ## run the tests that start no process and train nothing
-	$(TEST_ENV) $(BIN)/python -m pytest $(QUICK_ARGS) --quick -r fE
+	$(TEST_ENV) nice $(BIN)/python -m pytest $(QUICK_ARGS) --quick -r fE
 
 test: $(INSTALLED) ## run all tests
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)

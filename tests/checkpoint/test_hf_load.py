@@ -435,6 +435,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.lengthy
 def test_two_ranks_load_save_and_initialise_as_one_does(tmp_path: Path) -> None:
     references = {kind: tiny.saved(kind, tmp_path / kind) for kind in tiny.KINDS}
     for rank in run_ranks(on_two_ranks, 2, str(tmp_path)):

@@ -61,6 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, [through_disk(str(folder / "one")), *run_ranks(through_disk, 2, str(folder / "two"))]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_two_ranks_save_is_what_one_does_and_comes_back(kind: str, saved: Any) -> None:
     folder, found = saved
@@ -128,6 +129,7 @@ def test_an_adapted_model_takes_the_weights_of_the_one_below(tmp_path: Path) -> 
             load_plain(model, supplies, where="here", remedy="none")
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("base_dtype", ["auto", "nf4"])
 def test_fresh_weights_are_the_same_below_an_adapter(base_dtype: str) -> None:
     def build() -> nn.Module:

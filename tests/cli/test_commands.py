@@ -230,6 +230,7 @@ def test_a_terminal_gets_color_unless_it_is_not_wanted(work: Path) -> None:
     assert "⟦It is #### 1" in plain
 
 
+@pytest.mark.lengthy
 def test_models_and_versions_are_listed() -> None:
     models = run_cli("models")
     assert models.code == 0
@@ -242,6 +243,7 @@ def test_models_and_versions_are_listed() -> None:
 # -- a trained run -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lengthy
 def test_evaluation_counts_right_wrong_and_unparsed(learned: Path) -> None:
     metrics = json.loads((learned / "final/metrics.json").read_text())
     assert metrics["eval/eval_accuracy"] == 0.75  # 2.0 is 2; nobody can know the 7

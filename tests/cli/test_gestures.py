@@ -101,6 +101,7 @@ def test_flags_stand_for_keys(typed: str, meant: list[str | None], trained: list
     assert not [key for key in keys if key not in KEYS]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("command", ["sft", "finetune", "fine-tune", "fine_tune", "SFT"])
 def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
     assert run_cli(command, "r.yaml").code == 0

@@ -49,6 +49,7 @@ def trained(work: Path) -> Outcome:
     return told
 
 
+@pytest.mark.lengthy
 def test_preview_shows_what_the_model_sees(work: Path) -> None:
     told = run_cli("data", "preview", "recipe.yaml")
     assert told.code == 0, told.err
@@ -56,6 +57,7 @@ def test_preview_shows_what_the_model_sees(work: Path) -> None:
     assert "image_" not in told.err
 
 
+@pytest.mark.lengthy
 def test_the_first_screen_shows_the_first_row(trained: Outcome) -> None:
     assert "the first row as the model receives it; trained tokens are in ⟦ ⟧:\n<|im_start|>user\n" in trained.err
     assert "image_" not in trained.err

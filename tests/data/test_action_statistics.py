@@ -134,6 +134,7 @@ class TestSources:
             of(str(tmp_path / "*.jsonl"))
         assert str(caught.value.where).endswith("b.jsonl: episode bbb")
 
+    @pytest.mark.lengthy
     def test_computed_once_unless_damaged(self, sets, of, data, monkeypatch):
         folder, _ = sets
         first = of(str(folder / "a"))

@@ -396,6 +396,7 @@ def test_a_saved_directory_is_transformers_own(model: Path, tmp_path: Path):
     assert not (tmp_path / "half").exists()
 
 
+@pytest.mark.lengthy
 def test_sleep_gives_back_memory_and_loses_nothing(model: Path):
     engine, twin = (TrainEngine(make(model, Adam)).build() for _ in range(2))
     data = NeedParallel(SAMPLES)
@@ -411,6 +412,7 @@ class Viewed(Adam):
         return float(self.lm_head.weight.detach().numpy().sum())
 
 
+@pytest.mark.lengthy
 def test_it_sleeps_after_a_save_and_after_numpy_has_seen_a_weight(model: Path, tmp_path: Path):
     """numpy's view of a weight keeps its memory from being freed for good: a save takes none, a user's is left out."""
     engine, twin = (TrainEngine(make(model, Viewed)).build() for _ in range(2))

@@ -135,6 +135,7 @@ def test_all_of_a_transformers_model(model: Path, tmp_path: Path, executor: Any)
     assert [args for name, args in calls if name == "clip_grad_norm_"] == [(1.0,)]
 
 
+@pytest.mark.lengthy
 def test_all_of_an_adapted_model(model: Path, tmp_path: Path):
     calls: Calls = []
     kind = recording(Adapted, calls, PUBLIC)
@@ -205,6 +206,7 @@ class OnRanks(Model):
         return sorted(set(self.called))
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("executor", ["fsdp2", "fsdp1"])
 def test_hooks_on_two_ranks(model: Path, executor: Any):
     before = Qwen2ForCausalLM.from_pretrained(model).model.norm.weight

@@ -144,6 +144,7 @@ def test_two_ranks_score_as_the_harness_itself(work: Path, tmp_path: Path) -> No
     assert any(text[0][0] for text in own.values())
 
 
+@pytest.mark.lengthy
 def test_training_is_as_without_and_final_scores_as_the_harness_itself(work: Path) -> None:
     given = [*keys(work), "runner.eval_interval=2", "runner.best.monitor=eval/tiny_choice/acc"]
     ended = run_cli("train", str(work / "recipe.yaml"), *given, f"runner.logger.log_path={work / 'runs'}")

@@ -39,6 +39,7 @@ def test_it_is_stored_without_outputs():
     assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
 
 
+@pytest.mark.lengthy
 def test_the_model_learns(executed: Any):
     scores = re.findall(r"right answers (\d+)%", output(executed, "right answers"))
     assert len(scores) >= 4

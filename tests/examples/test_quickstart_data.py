@@ -119,6 +119,7 @@ def test_each_kind_is_asked_in_at_least_five_ways(readings):
             assert min(asked) > len(questions) / 3 / 6 / 2
 
 
+@pytest.mark.lengthy
 def test_the_best_constant_answer_is_nearly_always_wrong(rows):
     _, heldout = rows
     (_, most), *_ = Counter(problem.result for problem in heldout).most_common(1)
@@ -148,6 +149,7 @@ def test_working_spells_the_result():
             assert int(str(top) + "".join(str(digit % 10) for digit in lower)) == result
 
 
+@pytest.mark.lengthy
 def test_same_seed_same_problems_other_seed_others():
     first, again, other = (make_data.make(60, 20, seed=seed) for seed in (3, 3, 4))
     assert first == again

@@ -116,6 +116,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(tmp_path_factory.mktemp("elastic"))
 
 
+@pytest.mark.lengthy
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
     """Two ranks, one is killed in step 4: one goes on after step 2. The older run in the directory moves aside once."""
     plugin = tiny.folder / "killed.py"

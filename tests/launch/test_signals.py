@@ -117,6 +117,7 @@ def has_logged(tiny: Tiny, name: str, number: int) -> Callable[[], bool]:
     return lambda: file.exists() and len(file.read_text().splitlines()) >= number
 
 
+@pytest.mark.lengthy
 def test_two_ranks_are_stopped_killed_and_continued(tiny: Tiny) -> None:
     """SIGTERM saves on both ranks; kill -9 of the launcher ends them without saving; then the run goes on."""
     shape = {"runner__nproc_per_node": 2, "runner__save_interval": 3}

@@ -19,6 +19,7 @@ from shardtune.run.plan.timeline import fullest
 CPU = torch.device("cpu")
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     "settings",
     [(0.3, True, 20, 2.0, True), (0.25, False, None, 2.0, False), (0.25, True, None, None, True)],

@@ -47,6 +47,7 @@ def recurrence(plain: Callable[..., Any]) -> Callable[..., Any]:
     return apart
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("family", "module", "kernels"),
     [
@@ -98,6 +99,7 @@ def test_each_row_is_computed_by_itself_until_that_is_switched_off() -> None:
     assert "forward" not in vars(layer)
 
 
+@pytest.mark.lengthy
 def test_recomputation_in_the_backward_pass_has_the_same_rows(tmp_path: Path) -> None:
     values = changed(decoder("mamba", tmp_path, "fp64").values, runner={"max_steps": 2})
     plain = by_shardtune(values)

@@ -98,6 +98,7 @@ def topped(logits: torch.Tensor, theirs: torch.Tensor, targets: torch.Tensor) ->
     return SHARE * entropy(logits, theirs, targets) + (1 - SHARE) * TEMPERATURE**2 * distance
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_equals_a_plain_loop_on_one_rank_and_on_two(tmp_path: Path, ranks: int) -> None:
     rows = save_rows(tmp_path / "rows.jsonl", 7)  # ragged: several micro-batches of at most two rows on each rank

@@ -148,6 +148,7 @@ def test_a_method_that_whole_steps_do_not_call_is_refused(name: str) -> None:
         find_adapter.check_adapter_class(kind, "the recipe")
 
 
+@pytest.mark.lengthy
 def test_every_method_of_a_language_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name for name in vars(LanguageModel) if name in public_methods(LanguageModel)]
     monkeypatch.setattr(find_adapter, "CausalLM", recorded(CausalLM, LanguageModel, names))

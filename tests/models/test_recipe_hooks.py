@@ -184,6 +184,7 @@ def test_training_is_that_of_a_plain_loop_and_evaluation_stays_plain(
     assert found[0][0][0] != pytest.approx(found[1][0][0], rel=1e-3)
 
 
+@pytest.mark.lengthy
 def test_metrics_are_logged_and_can_be_watched(folder: Path) -> None:
     values = settings(
         folder,

@@ -75,6 +75,7 @@ def test_blocks_come_back_within_a_step_of_their_code(signed: bool, width: int) 
     assert signed or bool(((back > 0) == (values > 0)).all())
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_right_on_average(signed: bool) -> None:
     row = torch.tensor([1.0, 0.5003, 0.1234, 0.0456, 0.002, 1e-4, 0.7, 0.0])

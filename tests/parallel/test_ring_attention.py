@@ -165,6 +165,7 @@ class Layer:
         return [*map(put, [found.detach().transpose(1, 2), *grads[:3]]), *grads[3:]]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ring_attention_is_attention(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged documents that cross chunks, grouped heads, windows, soft caps and sinks; a few scores at a time."""

@@ -24,6 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(tmp_path_factory.mktemp("train"))
 
 
+@pytest.mark.lengthy
 def test_objects_in_memory_train_as_files_do(tiny: Tiny) -> None:
     recipe = tiny.recipe("files", data__eval_data_paths={"math": str(tiny.folder / "eval.jsonl")})
     shardtune.train(recipe)

@@ -75,6 +75,7 @@ def test_the_names_of_the_json_form_stay(found: Findings) -> None:
     assert Findings.model_validate(content) == found
 
 
+@pytest.mark.lengthy
 def test_limits_are_listed_with_what_was_found(found: Findings) -> None:
     results = {one.key.rpartition(".")[2]: one for one in found.limits}
     assert {name: one.failed for name, one in results.items()} == {

@@ -48,6 +48,7 @@ def documented(sizes: list[int], dropped: set[int], batch: int, seed: int, mixed
     return found[:steps]
 
 
+@pytest.mark.lengthy
 def test_one_and_two_ranks_have_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:
     """In fp64, two micro-batches on each rank, into the second epoch; a row is too long and dropped."""
     model, whole = save_model("dense", tmp_path / "dense"), save_rows(tmp_path / "rows.jsonl", 35)
@@ -122,6 +123,7 @@ def killed(recipe: dict[str, Any], step: int) -> None:
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
 
 
+@pytest.mark.lengthy
 def test_a_killed_run_goes_on_bit_for_bit_with_the_files_at_its_place(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -283,6 +283,7 @@ def test_every_command(reader: Path) -> None:
     assert (refused.code, "driven by Mine, which makes its own batches" in refused.err) == (2, True)
 
 
+@pytest.mark.lengthy
 def test_a_file_that_changed_is_refused_on_resume(reader: Path) -> None:
     """Rows that were not trained on yet are of the same data."""
     file = reader / "rows.txt"
@@ -331,6 +332,7 @@ def test_the_dry_run_knows_how_many_ranks_are_to_come(reader: Path) -> None:
     assert "is not divisible by micro_batch_size = 2 times 3 ranks" in dry.err
 
 
+@pytest.mark.lengthy
 def test_the_dry_run_says_what_is_missing(reader: Path) -> None:
     dry = run_cli("train", "recipe.yaml", "--dry-run", "data.eval_data_paths=null")
     assert "– evaluation data: none, so only the training loss is watched" in dry.err

@@ -61,6 +61,7 @@ def assert_goes_on(tiny: Tiny, name: str = "stopped", **changes: object) -> None
     assert lines(tiny.run(name)) == lines(tiny.run("whole"))
 
 
+@pytest.mark.lengthy
 def test_every_file_of_a_checkpoint_flipped_emptied_removed_or_exchanged_is_found(made: Tiny, tmp_path: Path) -> None:
     sound, before = made.run("stopped") / "checkpoints/global_step_3", made.run("stopped") / "checkpoints/global_step_2"
     of_another_run = made.run("whole") / "checkpoints/global_step_3"

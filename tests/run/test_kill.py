@@ -45,6 +45,7 @@ def killed_in_a_save(recipe: dict[str, Any], mark: Path, seconds: float) -> None
     mark.unlink()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_while_saving(tiny: Tiny, tmp_path: Path, background: bool) -> None:
     keys = {"plugins": [SLOW_SAVES], "runner__save_interval": 2, "runner__async_save": background}

@@ -77,6 +77,7 @@ def moved(run: shardtune.Run, to: Path) -> Path:
     return Path(shutil.copytree(run.dir / "final", to))
 
 
+@pytest.mark.lengthy
 def test_actions_come_from_a_queue(own: shardtune.Run) -> None:
     policy = own.policy()
     chunk = policy.predict_action_chunk(SEEN)

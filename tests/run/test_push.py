@@ -67,6 +67,7 @@ def published(directory: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.lengthy
 def test_a_run_is_published_privately_with_its_card(hub: Hub, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PATTERN", raising=False)
     told: list[str] = []

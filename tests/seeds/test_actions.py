@@ -154,6 +154,7 @@ def test_each_key_has_its_meaning(folder: Path) -> None:
     assert recipe(folder, "actor.micro_batch_size=1").actor.micro_batch_size == 1
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -167,6 +168,7 @@ def test_sizes_that_are_not_the_models(folder: Path, override: str, message: str
         shardtune.get_model_config_and_processor(recipe(folder, override).actor)
 
 
+@pytest.mark.lengthy
 def test_sizes_that_cannot_be_compared(folder: Path) -> None:
     """A config with names of its own, and image processors that make or refuse something else."""
 

@@ -142,6 +142,7 @@ def assert_alike(one: Path, other: Path, steps: int) -> None:
         assert {name: mine[name] for name in both} == pytest.approx({name: theirs[name] for name in both}, abs=EXACT)
 
 
+@pytest.mark.lengthy
 def test_one_rank_trains_evaluates_and_resumes_bitwise(reader: Reader, whole: Path) -> None:
     first, last = lines(whole)[0], lines(whole)[-1]
     assert (last["step"], last["train/loss"] < first["train/loss"]) == (STEPS, True)

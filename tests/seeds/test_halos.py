@@ -217,6 +217,7 @@ def test_the_example_starts_four_processes():
     assert not config.fsdp_config
 
 
+@pytest.mark.lengthy
 def test_the_command_with_lora_by_the_example_alone(here: Path, monkeypatch: pytest.MonkeyPatch):
     """With the package's own trainer and data: the rows of the Hub's copy; one process, and another name."""
     _, after = words(WITH_LORA)

@@ -252,6 +252,7 @@ def alone(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return told
 
 
+@pytest.mark.lengthy
 def test_what_is_left_equals_a_plain_loop_that_leaves_out_or_goes_back(
     folder: Path, alone: Mapping[str, list[dict[str, Any]]]
 ) -> None:

@@ -121,6 +121,7 @@ def assert_as_plain(tiny: Tiny, name: str) -> None:
 # What is told, and when.
 
 
+@pytest.mark.lengthy
 def test_events_come_in_order_and_change_no_number(plain: Tiny, tmp_path: Path) -> None:
     shardtune.train(recipe(plain, "told", [recorder(tmp_path)]))
     assert events(plain.run("told")) == [

@@ -33,6 +33,7 @@ def comparison(tmp_path_factory) -> Comparison:
     return made
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("case", FP64, ids=str)
 def test_fp64_is_exact(comparison: Comparison, case: Case) -> None:
     flat = comparison.flat(case.kind, case.precision, case.optimizer)

@@ -172,6 +172,7 @@ def files(functions: Iterable[str]) -> set[str]:
     return {name.split()[0] for name in functions}
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_step_is_few_functions_in_few_files(

@@ -144,6 +144,7 @@ def test_a_causal_model_of_transformers_passes_everything(tmp_path: Path) -> Non
         assert axis in outcome.out
 
 
+@pytest.mark.lengthy
 def test_failures_are_shown_and_give_the_exit_code() -> None:
     words = (f"{BROKEN}:SumsMean", "--only", "sums", "--only", "encode")
     outcome = run_cli("verify", "adapter", *words)
@@ -250,6 +251,7 @@ def test_a_model_that_cannot_be_set_up_is_told_once(tmp_path: Path) -> None:
     assert report["sums"].text == "the model cannot be set up (see gradient)"
 
 
+@pytest.mark.lengthy
 def test_an_assertion_for_tests_of_ones_own() -> None:
     check_adapter(f"{HEALTHY}:Regressor", only=["encode", "sums"])
     check_adapter(f"{HEALTHY}:Regressor", "actor.model.options.width=3", only=["build"])

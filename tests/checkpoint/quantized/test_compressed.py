@@ -84,6 +84,7 @@ def test_values_are_those_of_the_library(tmp_path: Path, way: str) -> None:
             assert torch.equal(part, values[row:][:rows, column:][:, :columns].to(dtype))
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_a_model_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
     form, weights, _ = WAYS["4 bits in groups"]

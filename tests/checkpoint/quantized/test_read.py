@@ -60,6 +60,7 @@ def differing(model: PreTrainedModel, reference: PreTrainedModel) -> list[str]:
     ]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("form", "kind", "dtype", "told"),
     [

@@ -35,6 +35,7 @@ def largest_gap(one: Trace, other: Trace) -> float:
     return max(*gaps, *(float((one.weights[name] - other.weights[name]).abs().max()) for name in shared))
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_losses_and_weights_are_those_of_a_plain_loop_over_the_values(tmp_path: Path, ranks: int) -> None:
     coded, plain = checkpoints(tmp_path)
@@ -49,6 +50,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop_over_the_values(tmp_path: 
     assert any("in FP8" in note for note in found.notes)
 
 
+@pytest.mark.lengthy
 def test_lora_over_a_quantised_base_is_lora_over_its_values(tmp_path: Path) -> None:
     coded, plain = checkpoints(tmp_path)
     rows = save_rows(tmp_path / "rows.jsonl", 8)

@@ -63,6 +63,7 @@ def rates_of(name: str, warmup: int, **options: Any) -> list[float]:
     return rates
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("given", SCHEDULES, ids=lambda given: "-".join(map(str, given.values()))[:40])
 @pytest.mark.parametrize("trainer", ["trl"])
 def test_the_rates_of_all_steps_are_those_of_transformers(of, tmp_path: Path, trainer: str, given: dict[str, Any]):
@@ -73,6 +74,7 @@ def test_the_rates_of_all_steps_are_those_of_transformers(of, tmp_path: Path, tr
     assert rates_here(found, tmp_path) == pytest.approx(theirs, rel=1e-12, abs=1e-18)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("given", "warmup", "options"),
     [

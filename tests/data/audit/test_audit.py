@@ -171,6 +171,7 @@ def test_what_is_planted_is_found(prepare) -> None:
     assert any("--near off" in note for note in without.notes)
 
 
+@pytest.mark.lengthy
 def test_other_questions_on_one_long_text_are_neither_near_nor_contaminated(prepare) -> None:
     text = sentence(random.Random(8), 50)
     rows = [chat(f"{text} Who comes first?", "Peter and Mary."), chat(f"{text} Where is it?", "In Oslo, I think.")]
@@ -183,6 +184,7 @@ def test_other_questions_on_one_long_text_are_neither_near_nor_contaminated(prep
     assert Path(contamination.total.examples[1].row).name == "math.jsonl:3"
 
 
+@pytest.mark.lengthy
 def test_nothing_depends_on_how_rows_are_read(prepare, monkeypatch) -> None:
     """Small blocks, several sources and a view: the arrays are those of single rows."""
     base = ordinary(40)
@@ -398,6 +400,7 @@ def test_each_limit_refuses_what_is_beyond_it(prepare, data, limit, says) -> Non
     check_limits(limited(data, **{name: 0.0 if name.startswith("min") else 0.6}), prepared, quiet)
 
 
+@pytest.mark.lengthy
 def test_an_audit_at_start_is_kept(prepare, data, monkeypatch) -> None:
     prepared, runs = prepare(ordinary(12), evals={"math": ordinary(2, seed=1)}), []
     original = audit_module.audit

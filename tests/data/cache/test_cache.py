@@ -183,6 +183,7 @@ class TestRows:
             assert rows_of(copied) == rows_of(one)
             assert copied.fingerprint == one.fingerprint
 
+    @pytest.mark.lengthy
     def test_random_access_is_cheap(self, tmp_path, build):
         dataset = build(write(tmp_path / "a.jsonl", ROWS))
         order = np.random.default_rng(0).permutation(len(ROWS)).tolist()
@@ -313,6 +314,7 @@ class TestBadRows:
 
 
 class TestLimit:
+    @pytest.mark.lengthy
     def test_first_usable_rows_over_all_files(self, tmp_path, build):
         for name, rows in (("a", ROWS[:3]), ("b", ROWS[3:9]), ("c", ROWS[9:])):
             write(tmp_path / f"{name}.jsonl", rows)
@@ -558,6 +560,7 @@ def test_progress_bar_on_a_terminal(tmp_path, build, monkeypatch, capsys):
     assert "rows" in shown
 
 
+@pytest.mark.lengthy
 def test_plain_lines_now_and_then_elsewhere(tmp_path, build, monkeypatch, said):
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     build(write(tmp_path / "a.jsonl", ROWS))

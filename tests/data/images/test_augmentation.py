@@ -237,6 +237,7 @@ def test_two_ranks_train_as_one(folder: Path) -> None:
     np.testing.assert_allclose(*losses, rtol=1e-12)
 
 
+@pytest.mark.lengthy
 def test_a_vision_language_model_sees_changed_images(tmp_path: Path) -> None:
     save_vision_model("llava", tmp_path / "model")
     save_image_rows(tmp_path, 4)

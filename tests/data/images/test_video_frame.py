@@ -92,6 +92,7 @@ class TestReadFrame:
             read_frame(video, seconds)
         assert seen(read_frame(video, 2.9)) == 29
 
+    @pytest.mark.lengthy
     def test_threads(self, video):
         """Several at once in one file, each its own way."""
         orders = [range(30), range(29, -1, -1), [*range(0, 30, 7)] * 4]
@@ -227,6 +228,7 @@ class TestDataSets:
         assert found[0].startswith("episode 0, frame 0 (")
         assert f"goes on for {4 / FPS:.2f} s after the episode's last frame" in found[0]
 
+    @pytest.mark.lengthy
     def test_other_videos_are_other_rows(self, folder, data):
         encoder = FramesEncoder()
 

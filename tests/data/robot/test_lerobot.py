@@ -36,6 +36,7 @@ def written(request, tmp_path):
 
 
 class TestRoundTrip:
+    @pytest.mark.lengthy
     def test_frame_for_frame(self, written, read):
         folder, episodes = written
         rows = iter(read(folder, chunk=3, observations=3))

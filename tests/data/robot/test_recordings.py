@@ -55,6 +55,7 @@ def recorded(request, tmp_path_factory):
 
 
 class TestEqualToLeRobot:
+    @pytest.mark.lengthy
     def test_rows(self, recorded, read):
         """Bit for bit, chunks, earlier frames, and the episodes' hashes, by which a share is held out."""
         found, wanted = (read(path, chunk=3, observations=3) for path in recorded)

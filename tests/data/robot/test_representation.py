@@ -78,6 +78,7 @@ def recipe(folder: Path, name: str, **model: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     "kind", ["relative", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("absolute", "delta"))]
 )

@@ -65,6 +65,7 @@ def torchrun(script: str) -> Any:
     return taken
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_jobset_meets_under_the_name_of_its_first_pod(show: Callable[..., str], device: str, nodes: int) -> None:

@@ -78,6 +78,7 @@ def test_a_run_that_saved_before_its_time_is_up_is_requeued_whatever_torchrun_ma
     assert calls.endswith(REQUEUE)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("before", "srun", "code", "requeued"),
     [

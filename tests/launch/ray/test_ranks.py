@@ -126,6 +126,7 @@ def test_the_command_gives_the_numbers_of_local_ranks_and_ends_all_it_started(ti
     assert json.loads((tiny.run("alone") / "manifest.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.lengthy
 def test_sigterm_saves(tiny: Tiny) -> None:
     """After steps with the numbers of local ranks, and nothing is left running."""
     process = started(tiny, "stopped", "slow", runner__save_interval=-1)

@@ -125,6 +125,7 @@ def test_exit_codes_of_ranks_become_one():
     assert _outcome({0: 2, 1: -15}, first=1) == (2, "")
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("stopped", [False, True])
 def test_one_rank_that_is_stuck_raises(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, stopped: bool):
     """After the recipe's seconds; sooner once it is to stop, although the main thread never comes to a poll."""

@@ -160,6 +160,7 @@ def adapter_of(values: dict[str, Any], *overrides: str) -> ActingAdapter:
     return found
 
 
+@pytest.mark.lengthy
 def test_an_adapter_has_the_statistics_of_its_rows(folder: Path) -> None:
     adapter = adapter_of(recipe(folder))
     whole = data_statistics(str(folder / "light"), adapter.recipe.data, FrameOptions(2))["light"]
@@ -207,6 +208,7 @@ def test_a_files_own_masks_are_kept(folder: Path, tmp_path: Path) -> None:
     assert found.state.mask is None
 
 
+@pytest.mark.lengthy
 def test_the_trained_model_has_its_normalizer_beside_it(folder: Path) -> None:
     run = shardtune.train(recipe(folder, "saved"))
     saved = json.loads((run.dir / "final" / "normalizer.json").read_text())

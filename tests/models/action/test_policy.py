@@ -166,6 +166,7 @@ def test_the_statistics_that_hold(kind: str) -> None:
             call("up")
 
 
+@pytest.mark.lengthy
 def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     """With its actions, and by plain transformers as the class that it is made of."""
     model = policy(kind)

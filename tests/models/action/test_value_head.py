@@ -257,6 +257,7 @@ def test_a_checkpoint_continues_bit_for_bit(folder: Path, tmp_path: Path) -> Non
     assert all(torch.equal(weight, after[name]) for name, weight in whole(first).items())
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_values_of_what_is_saved(folder: Path, tmp_path: Path, lora: bool) -> None:
     """In final/, loaded in every way, with the metrics in the log; beside a low-rank adapter the head is whole."""

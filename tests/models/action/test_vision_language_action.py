@@ -127,6 +127,7 @@ def test_the_recipe_names_dimensions_that_stay_as_they_are(folder: Path) -> None
             adapter_of(folder, "llava", model__action_normalization_mask=given)
 
 
+@pytest.mark.lengthy
 def test_a_files_mask_clips_nothing_silently(folder: Path, tmp_path: Path) -> None:
     """A file keeps its mask; a value that it would clip is an error, and no bad row."""
     content = {"robot": {"action": {"q01": [-1.0] * 3, "q99": [1.0] * 3, "mask": [True, False, True]}}}
@@ -147,6 +148,7 @@ def test_a_files_mask_clips_nothing_silently(folder: Path, tmp_path: Path) -> No
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "openvla"])
 def test_a_row_is_a_prompt_its_actions_and_an_end(folder: Path, kind: str) -> None:
     adapter = adapter_of(folder, kind)
@@ -411,6 +413,7 @@ def trained_and_asked(folder: str, changes: Values) -> tuple[list[float], np.nda
     return losses, answers, worker.run_eval()["eval/action_l1"]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_ranks_train_and_act_as_one(folder: Path, lora: bool) -> None:
     """Sharded by FSDP2, the model generates inside the call that gathers its weights."""

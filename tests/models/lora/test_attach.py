@@ -94,6 +94,7 @@ def our_loop(
     return told
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
 def test_steps_equal_peft_in_a_plain_loop(tmp_path: Path, steps: int) -> None:
     base = tmp_path / "base"
@@ -180,6 +181,7 @@ def peft_begins(init: bool | str, targets: list[str], dora: bool) -> dict[str, t
     return found
 
 
+@pytest.mark.lengthy
 def test_an_adapter_begins_as_peft_begins_it_on_any_number_of_ranks() -> None:
     everywhere = [begin_all(), *run_ranks(begin_all, 2)]
     for number, beginning in enumerate(BEGINNINGS):

@@ -47,6 +47,7 @@ def test_naming_it_is_refused(family: str, target: str) -> None:
         attach_adapter(empty(family), LoraConfig(r=2, target_modules=[target]))
 
 
+@pytest.mark.lengthy
 def test_a_loss_without_a_graph_is_refused_at_the_first_step(tmp_path: Path) -> None:
     """Reformer's reversible layers compute no gradients where their inputs need none."""
     values = changed(decoder("reformer", tmp_path, "fp64").values, actor={"model": {"is_lora": True}})

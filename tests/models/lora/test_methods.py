@@ -103,6 +103,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
+@pytest.mark.lengthy
 def test_steps_equal_peft_in_a_plain_loop(tmp_path: Path, base: Path) -> None:
     check(tmp_path, base, our_loop(base, tmp_path, ["IA3", "OFT"]))
 

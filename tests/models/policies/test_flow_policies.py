@@ -164,6 +164,7 @@ def test_final_acts_without_data_and_backbone(folder: Path, kind: str) -> None:
     np.testing.assert_allclose(found[1], found[0], atol=1e-6)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_padded_has_no_part(folder: Path, kind: str) -> None:
     """Tokens, a camera that is missing, dimensions of actions, and actions after an episode's end."""

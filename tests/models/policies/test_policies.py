@@ -130,6 +130,7 @@ def observations(steps: int, number: int = 3) -> list[Any]:
     return found
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", POLICIES)
 def test_what_is_saved_acts_without_the_data(folder: Path, kind: str, tmp_path: Path) -> None:
     """Sizes, statistics and weights are in the directory."""

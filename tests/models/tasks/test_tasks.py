@@ -224,6 +224,7 @@ def test_a_row_longer_than_the_positions_is_one_message(folder: Path):
         encoder.fit(encoder.encode({"text": "cat " * 40, "label": "bad"}))
 
 
+@pytest.mark.lengthy
 def test_texts_are_read_and_written_within_the_positions_of_bart(folder: Path):
     """A model that never ends by itself writes 16 tokens, of which three are marks; what was cut is said."""
     torch.manual_seed(0)

@@ -85,6 +85,7 @@ def test_no_blank_image_lengthens_a_row_of_a_model_that_is_not_packed(tmp_path: 
     assert got.norms == pytest.approx(expected.norms, rel=ROUNDED)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("family", "exact"), [("paligemma", ROUNDED), ("git", EXACT), ("blip", EXACT)])
 def test_rows_are_those_of_their_processor(family: str, exact: float, tmp_path: Path) -> None:
     """PaliGemma's sees the text before the first answer in both directions, and writes around it; GIT and BLIP take an

@@ -72,6 +72,7 @@ def require_same_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str,
     assert found.parameters == whole.parameters
 
 
+@pytest.mark.lengthy
 def test_a_few_layers_give_the_bytes_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_same_bytes(tmp_path, monkeypatch, "dense", 1, "model.gradient_checkpointing=selective")
 
@@ -152,6 +153,7 @@ def test_the_shortest_period_to_the_end(kinds: str, pattern: tuple[int, int] | N
     assert pattern_of(kinds) == pattern
 
 
+@pytest.mark.lengthy
 def test_layers_are_alike_where_settings_and_lists_of_their_places_are() -> None:
     with init_empty_weights():
         gemma, whisper = (

@@ -39,6 +39,7 @@ def plans(tiny: Tiny, *changes: str, ranks: int | None = None) -> Planner:
     return planner(str(source), [*device, *changes], ranks=ranks, report=lambda _: None)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     "changes",
     [
@@ -77,6 +78,7 @@ def allocated(worker: SFTWorker) -> float:
     return sum(storages.values()) + most
 
 
+@pytest.mark.lengthy
 def test_a_loss_over_all_rows_of_a_step_is_planned(tmp_path: Path) -> None:
     """Of an embedding model: the outputs of four micro-batches, of which two are computed, and their similarities."""
     model = save_encoder(tmp_path / "model")
@@ -95,6 +97,7 @@ def test_a_loss_over_all_rows_of_a_step_is_planned(tmp_path: Path) -> None:
     assert on_two.memory is not None
 
 
+@pytest.mark.lengthy
 def test_several_ranks_need_not_exist(tiny: Tiny) -> None:
     """Shards, states and their parts of tensor ranks are those of the first rank, to the byte of a float."""
     alone = plans(tiny, "model.precision=fp32").plan().memory
@@ -112,6 +115,7 @@ def test_several_ranks_need_not_exist(tiny: Tiny) -> None:
     assert both.memory[WEIGHTS] == pytest.approx(plan.memory[WEIGHTS], rel=0.05)
 
 
+@pytest.mark.lengthy
 def test_a_gpu_is_planned_without_one(tiny: Tiny) -> None:
     """Its attention keeps no copy, its head makes larger chunks, and what is offloaded is in host memory."""
     on_cpu = plans(tiny, "model.precision=bf16").plan()
@@ -132,6 +136,7 @@ def test_a_gpu_is_planned_without_one(tiny: Tiny) -> None:
     assert offloaded.host > 0
 
 
+@pytest.mark.lengthy
 def test_known_shapes_change_no_byte(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch computes the shapes of every operation anew: on a GPU with LoRA, on ranks, checkpointed."""
     cases = [(1, "model.is_lora=true", "model.gradient_checkpointing=selective"), (2, "fsdp_config.reduce=every")]
@@ -141,6 +146,7 @@ def test_known_shapes_change_no_byte(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
     assert None not in known
 
 
+@pytest.mark.lengthy
 def test_where_a_step_cannot_be_computed_the_formulas_stand_in(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no shapes of this kernel")

@@ -34,6 +34,7 @@ def planned(folder: Path, *changes: str, speed: Speed = UNKNOWN, memory: float |
     return planner(str(folder), words, ranks=1, given=GIVEN, speed=speed, memory=memory, report=lambda _: None)
 
 
+@pytest.mark.lengthy
 def test_a_config_alone_is_enough(config_alone: Path) -> None:
     plan = planned(config_alone, speed=Speed(tokens_per_second=8192.0)).plan()
     assert plan.parameters.total == plan.parameters.trained == 139_584
@@ -50,6 +51,7 @@ def test_a_config_alone_is_enough(config_alone: Path) -> None:
     assert json.loads(json.dumps(plan.to_dict()))["peak"] == plan.peak
 
 
+@pytest.mark.lengthy
 def test_the_time_follows_from_a_share_of_the_peak_or_from_a_run(config_alone: Path, tmp_path: Path) -> None:
     plan = planned(config_alone, speed=Speed(mfu=0.5, flops=1e12)).plan()
     assert plan.rate is not None
@@ -66,6 +68,7 @@ def test_the_time_follows_from_a_share_of_the_peak_or_from_a_run(config_alone: P
         Speed(run=tmp_path / "none").rate(plan.parameters, plan.work, plan.hardware)
 
 
+@pytest.mark.lengthy
 def test_what_does_not_fit_gets_the_cheapest_changes_that_do(config_alone: Path) -> None:
     found = planned(config_alone)
     whole = found.plan()

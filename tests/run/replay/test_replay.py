@@ -119,6 +119,7 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(file): (file.stat().st_mtime_ns, file.stat().st_size) for file in folder.rglob("*")}
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("run", ["one", "two"])
 def test_rows_are_those_of_the_run_and_no_model_is_built(
     trained: Trained, run: str, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ class Texts(HTMLParser):
         self.text += data
 
 
+@pytest.mark.lengthy
 def test_a_run_ends_with_a_page(tiny: Tiny) -> None:
     page = (tiny.run("first") / REPORT).read_text()
     assert len(page) < 100_000

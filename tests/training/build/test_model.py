@@ -273,6 +273,7 @@ def test_weights_are_those_of_the_source_on_one_rank_and_two(
             assert torch.equal(tensors[name], tensor.detach().to(tensors[name].dtype)), name
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("number", [n for n, request in enumerate(REQUESTS) if request[2] == "fp64"])
 def test_training_equals_plain_torch(number: int, one_rank: Any, two_ranks: list[Any]) -> None:
     kind, name, _ = REQUESTS[number]

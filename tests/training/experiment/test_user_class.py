@@ -41,6 +41,7 @@ def logger(*names: str) -> LoggerConfig:
     return LoggerConfig(logger_backends=list(names))
 
 
+@pytest.mark.lengthy
 def test_it_receives_the_run_and_cannot_change_or_end_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = make_tiny(tmp_path)
     for name, step in (("good", 9), ("failing", 2)):

@@ -27,6 +27,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in found.names}
 
 
+@pytest.mark.lengthy
 def test_the_average_is_that_of_the_steps_and_is_evaluated_exported_and_resumed(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path)
     keys = {"actor__optim__ema_decay": DECAY, "actor__optim__lr": 0.05, "runner__eval_interval": 8}

@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("worker", "precision", "wanted", "filled"),
     [

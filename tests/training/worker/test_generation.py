@@ -138,6 +138,7 @@ def all_numbers(folder: str) -> list[list[float]]:
     return [numbers(folder, *case) for case in CASES]
 
 
+@pytest.mark.lengthy
 def test_training_and_acting_are_those_of_one_rank(tmp_path: Path) -> None:
     save_openvla(tmp_path)
     expected = {lora: numbers(str(tmp_path), "fsdp", lora) for lora in (False, True)}

@@ -296,6 +296,7 @@ def _evaluated(values: dict[str, Any]) -> dict[str, float]:
     return worker.run_eval()
 
 
+@pytest.mark.lengthy
 def test_the_evaluation_of_whole_steps_does_not_depend_on_the_size_of_steps(tmp_path: Path) -> None:
     first, *others = (_evaluated(contrast(tmp_path, **sizes)) for sizes in SIZES)
     for other in [*others, *run_ranks(_evaluated, 2, contrast(tmp_path, global_batch_size=8))]:

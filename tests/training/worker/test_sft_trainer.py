@@ -119,6 +119,7 @@ def runs(made: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     return dict(zip(names, [*alone, *ranks[0]], strict=True))
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", ["1x8", "1x3", "1xtokens", "2x4", "2x1"])
 def test_the_numbers_are_those_of_the_built_in_worker(runs: dict[str, dict[str, Any]], name: str):
     wanted, found = runs["worker"], runs[name]
@@ -346,6 +347,7 @@ def of_trainer(tiny: Tiny, name: str, **changes: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.lengthy
 def test_a_run_resumes_bitwise_and_its_final_loads(tiny: Tiny):
     run = shardtune.train(of_trainer(tiny, "whole"))
     stopped = of_trainer(tiny, "stopped", runner__save_interval=-1)

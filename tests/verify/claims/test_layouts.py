@@ -33,6 +33,7 @@ def test_a_layout_that_changes_nothing_passes(tmp_path: Path) -> None:
     assert "in fp32" in found
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("name", "keys", "part"),
     [("MixedRows", {}, "packing"), ("RedrawnActivations", {"gradient_checkpointing": True}, "checkpointing")],

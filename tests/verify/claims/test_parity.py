@@ -88,6 +88,7 @@ def adapter(name: str) -> dict[str, Any]:
     return {"model": {"precision": "fp32", "adapter": f"{PLANTED / 'adapters.py'}:{name}"}}
 
 
+@pytest.mark.lengthy
 def test_a_language_model_trains_as_plain_pytorch(tiny: Tiny, tmp_path: Path) -> None:
     keys = {"actor__optim__lr_scheduler": "wsd", "actor__z_loss": 1e-3, "actor__model__freeze": ["layers.0"]}
     found = check_parity(runs_of(tiny.recipe("parity", **keys), tmp_path))
