@@ -16,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from shardtune.config.checks import check, check_ranks
+from shardtune.config.checks import check
+from shardtune.config.checks.run import check_ranks
 from shardtune.config.environment import as_stored, references
 from shardtune.config.foreign.hints import hint_of_value
 from shardtune.config.foreign.trainers import TRAINERS, recognise

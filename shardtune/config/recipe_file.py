@@ -25,8 +25,17 @@ SHOWN = 3
 SHOW_KEYS = "a recipe starts like this: model: {model_path: …}; docs/configuration.md lists all keys"
 
 
+HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
+
 class RecipeConstructor(yaml.constructor.SafeConstructor):
-    """Refuses duplicate keys, and keys that are no words."""
+    """Refuses duplicate keys, and keys that are no words; joins the two halves of an emoji that JSON escapes."""
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and HALVES.search(value):
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -120,9 +129,23 @@ def read_value(text: str) -> object:
 def _parsed(text: str) -> tuple[yaml.Node | None, object]:
     """The document of a text, None for an empty one, and the value it stands for."""
     try:
+        _check_levels(text)
         return _parsed_by(QuickRecipeLoader(text))
     except Exception:  # whatever it is, the other parser's message is the one that is shown
         return _parsed_by(RecipeLoader(text))
+
+
+def _check_levels(text: str) -> None:
+    """Refuse what is too deep for the stack of libyaml's composer, whose overflow would end the process.
+
+    Raises:
+        RecursionError: lists and mappings are nested too deep.
+    """
+    level = 0
+    for event in yaml.parse(text, QuickRecipeLoader):
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > MOST_LEVELS:
+            raise RecursionError
 
 
 def _parsed_by(loader: RecipeLoader | QuickRecipeLoader) -> tuple[yaml.Node | None, object]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel
 from torch import nn
 
-from shardtune.config.checks import OF_STATISTICS, idle_columns
+from shardtune.config.checks.actions import OF_STATISTICS, idle_columns
 from shardtune.config.schema import long_key
 from shardtune.config.user_code import check_call, names_in
 from shardtune.data.robot.returns import RETURN

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from shardtune.config import DataConfig, ModelConfig, Recipe, ValueHeadConfig
-from shardtune.config.checks import OF_ACTION_TOKENS
+from shardtune.config.checks.actions import OF_ACTION_TOKENS
 from shardtune.config.model_names import registered, registered_function, registered_processor
 from shardtune.config.schema import long_key
 from shardtune.config.user_code import load_function

@@ -9,11 +9,13 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from shardtune.errors import ParallelError
 from shardtune.parallel.fsdp1 import FlatSharding, into_rows
 from shardtune.parallel.fsdp1_weights import FlatWeights
 from shardtune.parallel.fsdp2 import Weights, shard
 from shardtune.parallel.generation import keep_step
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.shard_units import REVERSIBLE
 
 
 class Hold(Protocol):
@@ -46,6 +48,9 @@ def shard_model(
     FSDP1 takes weights that have their values, so here the model gets rows to load them into, and the returned
     function passes them on.
 
+    Raises:
+        ParallelError: FSDP1 cannot shard a module of the model.
+
     Returns:
         What makes the model's weights once it has its values; arguments as `Weights` has them.
     """
@@ -54,6 +59,7 @@ def shard_model(
             keep_step(module)
     flat: FlatSharding | None = None
     if ranks.layout.flat and ranks.mesh is not None:
+        _refuse_reversible(root)
         flat = FlatSharding(root, tuple(units), ranks, precision, reshard_after_forward, tuple(entry_points))
         into_rows(flat)
     else:
@@ -90,6 +96,16 @@ def shard_model(
         )
 
     return hold
+
+
+def _refuse_reversible(root: nn.Module) -> None:
+    for name in {type(module).__name__ for module in root.modules()}.intersection(REVERSIBLE):
+        raise ParallelError(
+            f"actor.training_backend: fsdp1 does not work with {name}, which computes its layers again in the backward "
+            "pass and adds up their gradients there",
+            where="actor.training_backend",
+            remedy="use actor.training_backend: fsdp (FSDP2), or leave it out",
+        )
 
 
 def _register_recorded_outputs(root: nn.Module) -> None:

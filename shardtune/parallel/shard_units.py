@@ -14,6 +14,8 @@ from shardtune.errors import ModelError
 WRAP = "actor.fsdp_config.wrap"
 LARGE = 2**28
 """Parameters above which a block is searched for smaller blocks, which are then gathered separately."""
+REVERSIBLE = ("ReformerEncoder",)
+"""Classes of transformers that compute their layers again while gradients are computed, and call the layers' parts."""
 CHOSEN_BETWEEN = re.compile("expert|head|branch|adapter|task", re.IGNORECASE)
 """Names of modules that a forward may skip; all ranks have to gather the same units."""
 
@@ -68,6 +70,15 @@ def _of_classes(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Mod
             where=key,
             remedy=f"class names here are {', '.join(sorted({_class_name(module) for module in model.modules()}))}",
         )
+    for whole in (module for module in model.modules() if _class_name(module) in REVERSIBLE):
+        inside = {_class_name(module) for module in whole.modules()}.intersection(names) - {_class_name(whole)}
+        if inside:
+            raise ModelError(
+                f"{key} names {', '.join(sorted(inside))}, and a {_class_name(whole)} calls parts of its layers in the "
+                "backward pass, where a unit of their own would not gather them",
+                where=key,
+                remedy=f"name {_class_name(whole)}, or leave it out",
+            )
     if not all(_has_forward(unit) for unit in units):
         raise ModelError(
             f"{key} names a list of modules, which cannot shard as a unit: it has no forward",
@@ -78,11 +89,12 @@ def _of_classes(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Mod
 
 
 def _declared_by_transformers(model: nn.Module) -> list[nn.Module]:
-    """The modules that the models of transformers in it, or the model itself, declare as not to be split."""
+    """The modules that the models of transformers in it, or the model itself, declare as not to be split, and those
+    whose layers cannot be gathered alone."""
     found: dict[nn.Module, None] = {}
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            names = set(part._no_split_modules or ())
+            names = {*(part._no_split_modules or ()), *REVERSIBLE}
             found |= dict.fromkeys(module for module in part.modules() if _class_name(module) in names)
     return _whole_blocks(model, [module for module in found if _has_forward(module)])
 

@@ -350,12 +350,23 @@ def test_importing_the_config_is_quick_and_leaves_the_heavy_parts_out():
     assert min(float(seconds) for seconds, *_ in results) < 0.3
 
 
+def test_a_recipe_that_a_program_wrote_as_json_keeps_its_emoji(tmp_path: Path) -> None:
+    data = {"train_data_paths": ["a.jsonl"], "system_prompt": "🙂 é \u2028"}
+    values = {"actor": {"model": {"model_path": "org/model"}}, "data": data}
+    (tmp_path / "mine.json").write_text(json.dumps(values))
+    recipe = load_recipe(tmp_path / "mine.json")
+    assert recipe.data.system_prompt == "🙂 é \u2028"
+    (tmp_path / "stored.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / "stored.yaml") == recipe
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("[a, b]: 1", "a key is a word, not a list or mapping"),
         ("actor: {? {a: b} : 1}", "a key is a word, not a list or mapping"),
         ("{" * 3000, "nested more than 50 levels deep"),
+        ("- " * 100_000, "nested more than 50 levels deep"),  # by libyaml the process would end
         ("runner: " + "[" * 60 + "]" * 60, "nested more than 50 levels deep"),
         ("actor: &a {model: *a}", "an anchor (&) that holds its own alias (*)"),
         ("a: &a [1, 1]\n" + "".join(f"b{n}: &b{n} [*a, *{f'b{n - 1}' if n else 'a'}, 1]\n" for n in range(3)), "key a"),

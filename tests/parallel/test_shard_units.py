@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedModel
 
-from shardtune.errors import ModelError
+from shardtune.config.rank_layout import Layout
+from shardtune.errors import ModelError, ParallelError
 from shardtune.parallel import shard_units
 from shardtune.parallel.meta_init import init_empty_weights
+from shardtune.parallel.ranks import lay_out
+from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
 from tests.support.plain_modules import Block, Convolutions, Perceptron, Tied
+from tests.support.tiny_architectures import DECODERS, tiny_config
+from tests.support.zoo import by_shardtune, decoder, one_rank, relative
 
 
 def encoder() -> PreTrainedModel:
@@ -119,3 +126,21 @@ def test_a_class_that_is_not_there_is_named_with_those_that_are(classes: list, w
 def test_what_has_no_forward_is_no_unit(name: str) -> None:
     with pytest.raises(ModelError, match="names a list of modules, which cannot shard as a unit: it has no forward"):
         choose_units(Stages(), wrap=[name])
+
+
+@pytest.mark.lengthy
+def test_reversible_layers_train_sharded_as_on_one_process(tmp_path: Path) -> None:
+    values = decoder("reformer", tmp_path, "fp64").values
+    alone = by_shardtune(values)
+    sharded = by_shardtune(values, prepared=alone.prepared, sharded=True)
+    assert relative(sharded.numbers, alone.numbers) < 1e-12
+
+
+def test_layers_that_the_backward_pass_computes_again_are_no_units() -> None:
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(tiny_config("reformer", DECODERS["reformer"]))
+    assert names_of(model, choose_units(model)[0]) == ["reformer.encoder"]
+    with pytest.raises(ModelError, match=r"names ReformerLayer(.|\n)*name ReformerEncoder"):
+        choose_units(model, wrap=["ReformerLayer"])
+    with one_rank(), pytest.raises(ParallelError, match="fsdp1 does not work with ReformerEncoder"):
+        shard_model(model, [], lay_out(Layout(flat=True), 0, torch.device("cpu")), "fp64")

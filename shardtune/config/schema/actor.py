@@ -153,8 +153,8 @@ class ActorConfig(Section):
     fill_micro_batches: bool | None = key(
         None,
         "Fill packed micro-batches up to one of a few sizes with a copy of a row's first tokens, as documents of their "
-        "own without a target: the numbers stay the same, and kernels that are made for a size are made once; null: on "
-        "a CPU in half precision, where each new size would cost time and memory.",
+        "own without a target: the numbers stay the same, but that dropout draws others, and kernels that are made for "
+        "a size are made once; null: on a CPU in half precision, where each new size would cost time and memory.",
     )
     eval_micro_batch_size: Count | None = key(
         None, "Maximum rows per forward pass in evaluation; null: as in training."

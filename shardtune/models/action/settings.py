@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardtune.config import ModelConfig, Recipe
-from shardtune.config.checks import OF_ACTIONS
+from shardtune.config.checks.actions import OF_ACTIONS
 from shardtune.config.schema import action_tokens
 from shardtune.data.action_statistics import source_statistics, to_json
 from shardtune.data.encoder import FrameOptions

@@ -197,9 +197,11 @@ def _name(operation: Any) -> str:
 def _cheaper(name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The same operation in a form whose shapes torch has at hand, where it takes a millisecond for this one.
 
-    Those are views of products (`_unsafe_view`, which its cache leaves out), and memory for a parameter on the meta
-    device, of which it would first make a fake tensor.
+    Those are views of products (`_unsafe_view`, which its cache leaves out), memory for a parameter on the meta device,
+    of which it would first make a fake tensor, and products of groups, whose shapes torch has for bf16 alone.
     """
+    if name == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
+        return torch.ops.aten.empty.memory_format, (_grouped_size(*args, **kwargs),), {"dtype": args[0].dtype}
     if name == "aten::_unsafe_view":
         return torch.ops.aten.view.default, args, kwargs
     if name == "aten::empty_like" and "device" in kwargs and "memory_format" not in kwargs:
@@ -208,6 +210,14 @@ def _cheaper(name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, An
             kwargs = {"dtype": like.dtype, **kwargs}
             return torch.ops.aten.empty.memory_format, (list(like.shape),), kwargs
     return func, args, kwargs
+
+
+def _grouped_size(one: torch.Tensor, other: torch.Tensor, offs: torch.Tensor | None = None, **_: object) -> list[int]:
+    """The shape of a product of groups: rows or columns in groups, or, with matrices of two dimensions, the sum."""
+    matrix = [one.shape[-2], other.shape[-1]]
+    if one.ndim == other.ndim:
+        return [len(one if offs is None else offs), *matrix]
+    return matrix
 
 
 def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:

@@ -113,6 +113,7 @@ class FSDPSftWorker(ABC):
 
     def __init__(self, cfg: DictConfig | Recipe) -> None:
         self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
+        vars(self).pop("cfg", None)  # of a subclass that assigned what it was given, before defaults were filled in
         runner = self.recipe.runner
         self.options: Any = self._read_options()
         check_optimizer(self.recipe.actor.optim, Layout.of(self.recipe.actor, num_ranks(runner)))

@@ -85,14 +85,14 @@ def test_logits_and_values_are_those_of_one_forward(kind: str) -> None:
 
 
 def test_without_seeds_draws_come_from_torch(kind: str) -> None:
-    given = inputs(kind, [PROMPTS[0]] * 8)
+    given, model = inputs(kind, [PROMPTS[0]] * 8), policy(kind)
     torch.manual_seed(0)
-    first = policy(kind).predict_action_batch(**given)
+    first = model.predict_action_batch(**given)
     torch.manual_seed(0)
-    assert torch.equal(first.sequences, policy(kind).predict_action_batch(**given).sequences)
+    assert torch.equal(first.sequences, model.predict_action_batch(**given).sequences)
     assert len({tuple(row) for row in first.sequences.tolist()}) > 1
-    likeliest = policy(kind).predict_action_batch(**given, temperature=1e-4)
-    assert torch.equal(likeliest.actions, policy(kind).predict_action_batch(**given, do_sample=False).actions)
+    likeliest = model.predict_action_batch(**given, temperature=1e-4)
+    assert torch.equal(likeliest.actions, model.predict_action_batch(**given, do_sample=False).actions)
 
 
 @pytest.mark.lengthy

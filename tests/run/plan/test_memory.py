@@ -166,6 +166,24 @@ def test_where_a_step_cannot_be_computed_the_formulas_stand_in(tiny: Tiny, monke
     assert "unknown" in unknown.notes[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_groups_have_the_shapes_of_torch_in_every_dtype(dtype: torch.dtype) -> None:
+    """Those of experts, and of the gradients of their inputs and weights."""
+
+    def product() -> list[torch.Size]:
+        rows = torch.randn(16, 8, dtype=dtype, requires_grad=True)
+        experts = torch.randn(3, 8, 24, dtype=dtype, requires_grad=True)
+        made = torch.nn.functional.grouped_mm(rows, experts, offs=torch.tensor([4, 8, 16], dtype=torch.int32))
+        made.square().sum().backward()
+        assert rows.grad is not None
+        assert experts.grad is not None
+        return [each.shape for each in (made, rows.grad, experts.grad)]
+
+    with Ledger().counting():
+        found = product()
+    assert found == product()
+
+
 def test_the_ledger_counts_what_lives_and_what_is_resized() -> None:
     ledger = Ledger()
     with ledger.counting():

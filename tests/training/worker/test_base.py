@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -171,6 +172,18 @@ def test_the_data_iterator_gives_this_ranks_batches_and_counts_them() -> None:
     assert (worker._data_epoch, worker._data_iter_offset) == (0, 8)  # the second step has begun
     worker.run_training()
     assert (worker._data_epoch, worker._data_iter_offset) == (1, 0)
+
+
+class Assigning(Task):
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = OmegaConf.create({})
+        super().__init__(cfg)
+
+
+def test_the_validated_recipe_is_there_for_a_worker_that_assigned_its_own_before() -> None:
+    worker = Assigning(recipe())
+    assert worker.cfg == Task(recipe()).cfg
+    assert worker.cfg.actor.micro_batch_size == MICRO
 
 
 SCRIPT = """\

@@ -1,0 +1,135 @@
+"""Contradictions among the keys of the loss, the optimizer and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardtune.config.checks.context import Context
+from shardtune.config.schema import OptimConfig
+from shardtune.config.values import LARGEST, LOSSES, OUT_OF_RANGE
+from shardtune.errors import ConfigError
+
+
+def schedule(context: Context) -> Iterator[ConfigError]:
+    optim = context.recipe.actor.optim
+    for rate, decay in [(optim.lr, optim.weight_decay), *((group.lr, group.weight_decay) for group in optim.groups)]:
+        product = (optim.lr if rate is None else rate) * (optim.weight_decay if decay is None else decay)
+        if product > LARGEST:
+            yield context.problem(
+                "actor.optim.weight_decay",
+                f"the learning rate times the weight decay is {product:g}: {OUT_OF_RANGE}",
+                "lower one of them",
+            )
+    if optim.min_lr > optim.lr:
+        yield context.problem(
+            "actor.optim.min_lr",
+            f"actor.optim.min_lr ({optim.min_lr:g}) is above actor.optim.lr ({optim.lr:g})",
+            "lower it; it is the rate at the end",
+        )
+    if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
+        yield context.problem(
+            "actor.optim.lr_warmup_steps_ratio",
+            f"actor.optim.lr_warmup_steps ({optim.lr_warmup_steps}) and actor.optim.lr_warmup_steps_ratio "
+            f"({optim.lr_warmup_steps_ratio:g}) both set the length of the warm-up",
+            "keep one of them; the other is 0",
+        )
+    if optim.min_lr and optim.lr_scheduler == "constant":
+        yield context.problem(
+            "actor.optim.min_lr",
+            f"actor.optim.min_lr ({optim.min_lr:g}) has no effect with actor.optim.lr_scheduler: constant",
+            "leave it out or choose linear, cosine or wsd",
+        )
+    if optim.decay_ratio != OptimConfig().decay_ratio and optim.lr_scheduler != "wsd":
+        yield context.problem(
+            "actor.optim.decay_ratio",
+            f"actor.optim.decay_ratio has no effect with actor.optim.lr_scheduler: {optim.lr_scheduler}",
+            "leave it out or choose wsd",
+        )
+
+
+def losses(context: Context) -> Iterator[ConfigError]:
+    actor = context.recipe.actor
+    for key, value in (("actor.label_smoothing", actor.label_smoothing), ("actor.z_loss", actor.z_loss)):
+        if value and actor.loss is not None:
+            yield context.problem(
+                key,
+                f"{key} ({value:g}) is part of the built-in cross-entropy, which actor.loss ({actor.loss}) replaces",
+                "leave it out, or leave actor.loss out"
+                if actor.loss in LOSSES
+                else f"leave it out and implement it in {actor.loss.rpartition(':')[2]}, or leave actor.loss out",
+            )
+    if actor.loss == "distill":
+        if actor.teacher.model_path is None:
+            yield context.problem(
+                "actor.loss",
+                "actor.loss: distill needs a teacher, and none is named",
+                "give actor.teacher.model_path: the directory or Hub name of a language model with the same vocabulary",
+            )
+        if actor.teacher.top_k is not None and actor.teacher.divergence != "forward_kl":
+            yield context.problem(
+                "actor.teacher.top_k",
+                f"actor.teacher.top_k: {actor.teacher.top_k} keeps no probabilities for "
+                f"actor.teacher.divergence: {actor.teacher.divergence}",
+                "use forward_kl, or leave top_k out",
+            )
+        if actor.teacher.top_k is not None and actor.parallel.sequence > 1:
+            yield context.problem(
+                "actor.teacher.top_k",
+                "actor.teacher.top_k does not work with actor.parallel.sequence",
+                "compute the tokens in a run of one step without it, which keeps them in data.cache_dir, or leave "
+                "top_k out",
+            )
+        return
+    for name in actor.teacher.model_dump(exclude_defaults=True):
+        yield context.problem(
+            f"actor.teacher.{name}",
+            f"actor.teacher.{name} has no effect without actor.loss: distill",
+            "set that, or leave the key out",
+        )
+
+
+# The optimizers whose states can be kept in bf16 or int8, and their arguments that are allowed then.
+LOW_BIT = {
+    "AdamW": ("maximize",),
+    "Adam": ("maximize",),
+    "SGD": ("momentum", "dampening", "nesterov", "maximize"),
+}
+
+
+def optimizer_states(context: Context) -> Iterator[ConfigError]:
+    actor, key = context.recipe.actor, "actor.optim.state_dtype"
+    optim, dtype = actor.optim, actor.optim.state_dtype
+    if optim.name == "Muon" and actor.training_backend == "fsdp1":
+        yield context.problem(
+            "actor.optim.name",
+            "actor.optim.name: Muon does not work with actor.training_backend: fsdp1, whose shards are no matrices",
+            "use actor.training_backend: fsdp, or AdamW",
+        )
+    if dtype == "fp32":
+        return
+    if optim.name not in LOW_BIT:
+        yield context.problem(
+            key,
+            f"{key}: {dtype} works with {', '.join(LOW_BIT)}, not with actor.optim.name: {optim.name}",
+            "use one of them, or fp32",
+        )
+        return
+    for name in (name for name in optim.args if name not in LOW_BIT[optim.name]):
+        yield context.problem(
+            "actor.optim.args",
+            f"actor.optim.args.{name} does not work with {key}: {dtype}",
+            f"leave it out (allowed: {', '.join(LOW_BIT[optim.name])}), or use {key}: fp32",
+        )
+    if optim.name == "SGD" and not optim.args.get("momentum"):
+        yield context.problem(
+            key,
+            f"{key}: {dtype} has no effect on SGD without momentum, which keeps no state",
+            "give actor.optim.args: {momentum: 0.9}, or use fp32",
+        )
+    if dtype == "int8" and actor.training_backend == "fsdp1":
+        yield context.problem(
+            key,
+            f"{key}: int8 does not work with actor.training_backend: fsdp1: its shards cut through rows, and each "
+            "block of a row has one scale",
+            "use bf16, or actor.training_backend: fsdp",
+        )
