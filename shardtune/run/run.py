@@ -177,21 +177,11 @@ class Run:
                 remedy="leave out --system, tools and messages, or --raw",
             )
         tool_lists = [tools] if isinstance(prompts, str) else list(tools) or [None] * len(prompt_list)
-        if len(tool_lists) != len(prompt_list):
-            raise ConfigError(
-                f"{len(prompt_list)} prompts and {len(tool_lists)} lists of tools",
-                where="tools=",
-                remedy="give a list of tools for each prompt, empty for one without",
-            )
+        _check_lists(tool_lists, prompt_list, "tools")
         image_lists = (
             [images] if isinstance(prompts, str) else [_images(one) for one in images or [()] * len(prompt_list)]
         )
-        if len(image_lists) != len(prompt_list):
-            raise ConfigError(
-                f"{len(prompt_list)} prompts and {len(image_lists)} lists of images",
-                where="images=",
-                remedy="give a list of images for each prompt, empty for one without",
-            )
+        _check_lists(image_lists, prompt_list, "images")
         given = [template_kwargs] * len(prompt_list) if isinstance(template_kwargs, Mapping) else list(template_kwargs)
         given = given or [None] * len(prompt_list)
         if len(given) != len(prompt_list) or (raw and any(given)):
@@ -399,6 +389,16 @@ def _sampling(given: Sampling | None, settings: Mapping[str, float]) -> Sampling
             remedy="keep one of them: Sampling(max_new_tokens=…, temperature=…, top_p=…, seed=…)",
         )
     return replace(given or Sampling(), **settings)
+
+
+def _check_lists(lists: Sequence[object], prompts: Sequence[object], what: str) -> None:
+    """Refuse another number of lists, of tools or images, than of prompts."""
+    if len(lists) != len(prompts):
+        raise ConfigError(
+            f"{len(prompts)} prompts and {len(lists)} lists of {what}",
+            where=f"{what}=",
+            remedy=f"give a list of {what} for each prompt, empty for one without",
+        )
 
 
 def _conversation(prompt: str | Sequence[Mapping[str, object]], system: str | None) -> list[Mapping[str, object]]:
