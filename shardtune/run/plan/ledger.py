@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 from shardtune.models.flex_documents import flex, shapes
 from shardtune.parallel.fsdp2 import local
@@ -171,13 +171,18 @@ class AsOnCuda(TorchFunctionMode):
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """`AsOnCuda`, with FlashAttention: to choose between that and cuDNN, torch 2.15 looks for a GPU."""
+    """`AsOnCuda`, for tensors without memory too, whose class has a `device` of its own that no mode sees; and with
+    FlashAttention: to choose between that and cuDNN, torch 2.15 looks for a GPU."""
+    classes: Any = FakeTensor
+    own = classes.device
     chosen = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
+    classes.device = property(lambda tensor: _CUDA if has_torch_function_unary(tensor) else own.fget(tensor))
     try:
         with AsOnCuda():
             yield
     finally:
+        classes.device = own
         torch.backends.cuda.enable_cudnn_sdp(chosen)
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from shardtune.models.loss import LOGITS_PER_CHUNK, chunk_rows
 from shardtune.run.plan import plan as planning
 from shardtune.run.plan.known_shapes import KnownShapes
-from shardtune.run.plan.ledger import Ledger
+from shardtune.run.plan.ledger import Ledger, as_on_cuda
 from shardtune.run.plan.plan import Planner, planner
 from shardtune.run.plan.simulation import MOMENTS, WEIGHTS
 from shardtune.run.plan.timeline import fullest
@@ -134,6 +135,16 @@ def test_a_gpu_is_planned_without_one(tiny: Tiny) -> None:
     assert offloaded.memory is not None
     assert WEIGHTS not in offloaded.memory
     assert offloaded.host > 0
+
+
+def test_tensors_without_memory_report_a_gpu_too() -> None:
+    """Their class has a `device` of its own: the head's chunks were those of a CPU."""
+    with Ledger().counting():
+        with as_on_cuda():
+            tensor = torch.empty(2, 3)
+            assert tensor.device == torch.empty_like(tensor).device == torch.device("cuda", 0)
+            assert chunk_rows(tensor.device, 2**20) == LOGITS_PER_CHUNK["cuda"] // 2**20
+        assert tensor.device.type == "cpu"
 
 
 @pytest.mark.lengthy
