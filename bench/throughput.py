@@ -8,7 +8,8 @@ slows all alike. Reported are medians over the turns and the ratios of turns tha
 
 `products` is no trainer: it computes the matrix products of a step alone, forward and backward, of linear layers and
 head, in the same precision and of the mean number of tokens. What a trainer reaches of its speed is the share of the
-machine's peak, with attention, norms, the optimizer and everything else counted as time lost.
+machine's peak, with attention, norms, the optimizer and everything else counted as time lost. On a processor without
+instructions for bf16 they are computed in fp32, which is its peak in bf16 too.
 
 TRL runs as a user would configure it: its defaults (completion-only loss on prompt-completion rows), once without and
 once with `packing=True`; `gradient_checkpointing=False` too, so that nobody has to guess what that costs. It needs
@@ -216,6 +217,8 @@ def run_products(folder: Path, precision: str, turns: Turns) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from shardtune.parallel.torch_private import half_is_native
+
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     wholes, prompts = [], []
     for line in (folder / "rows.jsonl").read_text().splitlines()[:400]:
@@ -229,7 +232,7 @@ def run_products(folder: Path, precision: str, turns: Turns) -> None:
     head = model.get_output_embeddings()
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     sizes = [(targets if layer is head else tokens, *layer.weight.shape) for layer in layers]
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if precision == "bf16" and half_is_native(torch.bfloat16) else torch.float32
     weights = {(n, k): torch.randn(n, k).to(dtype) for _, n, k in sizes}
     inputs = {(m, k): torch.randn(m, k).to(dtype) for m, _, k in sizes}
     outputs = {(m, n): torch.randn(m, n).to(dtype) for m, n, _ in sizes}

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardtune.models.head_gradient import HELD_BYTES, HeadGradient, SlopeOfBlock
 from shardtune.parallel.fsdp2 import local
+from shardtune.parallel.half_products import lacks_half_products
 from shardtune.parallel.tensor_parallel import Slice, row_slice
 
 LOGITS_PER_CHUNK = {"cpu": 3 * 2**21, "cuda": 2**26}
@@ -272,8 +273,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # By the whole vocabulary: all tensor-parallel ranks need the same number of chunks.
         whole = hidden.shape[-1] if weight is None else weight.shape[0]
         chunk = chunk_rows(hidden.device, whole if part is None else part.total)
-        # The gradient is rounded to half precision; on a CPU its products too, compiled for each number of rows.
+        # The gradient is rounded to half precision; on a CPU that multiplies it its products too, compiled for each
+        # number of rows.
         halves = not hidden.is_cuda and hidden.dtype == torch.bfloat16 and weight is not None and with_grad
+        halves = halves and not lacks_half_products(hidden.device, hidden.dtype)
         most = min(chunk, len(hidden)) + KERNEL_ROWS
         grads, states = (hidden.new_empty((most if halves else 0, size)) for size in (whole, hidden.shape[1]))
         # All chunks share one block of memory: on a CPU fresh pages cost a third of the product's time.

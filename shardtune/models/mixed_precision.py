@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardtune.parallel.half_products import HALF
 from shardtune.parallel.torch_private import contents, tree_map_only
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:

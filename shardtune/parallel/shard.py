@@ -12,8 +12,9 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from shardtune.errors import ParallelError
 from shardtune.parallel.fsdp1 import FlatSharding, into_rows
 from shardtune.parallel.fsdp1_weights import FlatWeights
-from shardtune.parallel.fsdp2 import Weights, shard
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, Weights, shard
 from shardtune.parallel.generation import keep_step
+from shardtune.parallel.half_products import lacks_half_products, multiply_in_fp32
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import REVERSIBLE
 
@@ -75,6 +76,8 @@ def shard_model(
             offload=offload,
         )
     _register_recorded_outputs(root)
+    if lacks_half_products(ranks.device, COMPUTE_DTYPE[precision]):
+        multiply_in_fp32(root, units)
 
     def hold(
         model: nn.Module,

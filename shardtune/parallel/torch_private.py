@@ -105,6 +105,17 @@ def selective_contexts(policy: Policy) -> tuple[AbstractContextManager[object], 
     return computing(), computing_again()
 
 
+grouped_product = torch._grouped_mm
+"""Products of groups of rows, as the experts of transformers call it; the public one is `F.grouped_mm`."""
+
+
+def half_is_native(dtype: torch.dtype) -> bool:
+    """Whether torch's library for CPUs multiplies matrices of bf16 or fp16 here, and not torch number by number."""
+    operations = torch.ops.mkldnn
+    found = operations._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else operations._is_mkldnn_fp16_supported
+    return bool(found())
+
+
 def own_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's own persistent buffers, by name.
 

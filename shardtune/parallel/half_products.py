@@ -1,0 +1,181 @@
+"""Products of half-precision matrices on a processor without instructions for them.
+
+Without AVX-512 or the like torch multiplies bf16 on a CPU number by number, some fifty to a hundred times slower than
+fp32. Products of such numbers are exact in fp32, in which they are summed by every processor: so here factors are
+converted, multiplied in fp32, and the result is rounded once, as those instructions do. What is kept for the backward
+pass stays in half precision.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shardtune.parallel.torch_private import contents, grouped_product, half_is_native
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class _Product(torch.autograd.Function):
+    """`torch.matmul` of two tensors of one half precision, with at least two dimensions each."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(one.float(), other.float()).to(one.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        one, other = ctx.saved_tensors
+        slope, found_one, found_other = grad.float(), None, None
+        if ctx.needs_input_grad[0]:
+            found_one = torch.matmul(slope, other.float().mT).sum_to_size(one.shape).to(one.dtype)
+        if ctx.needs_input_grad[1]:
+            found_other = torch.matmul(one.float().mT, slope).sum_to_size(other.shape).to(other.dtype)
+        return found_one, found_other
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` of rows [rows, in], a weight [out, in], and a bias [out] or None, of one half precision."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(rows.float(), weight.float(), None if bias is None else bias.float()).to(rows.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, Any], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows, weight = ctx.saved_tensors
+        slope, (of_rows, of_weight, of_bias) = grad.float(), ctx.needs_input_grad
+        return (
+            torch.mm(slope, weight.float()).to(rows.dtype) if of_rows else None,
+            torch.mm(slope.t(), rows.float()).to(weight.dtype) if of_weight else None,
+            slope.sum(0).to(weight.dtype) if of_bias else None,
+        )
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if weight.ndim != 2:
+        return _converted(F.linear, input, weight, bias)
+    found = _Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias)
+    assert isinstance(found, torch.Tensor)
+    return found.reshape(*input.shape[:-1], weight.shape[0])
+
+
+def _matmul(input: torch.Tensor, other: torch.Tensor, **settings: Any) -> torch.Tensor:
+    if settings or min(input.ndim, other.ndim) < 2 or input.dtype != other.dtype:
+        return _converted(torch.matmul, input, other, **settings)
+    found = _Product.apply(input, other)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _converted(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An operation in fp32, rounded; for what is rare, as it keeps converted factors for the backward pass."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if any(kwargs.get(name) is not None for name in ("out", "dtype", "out_dtype")):
+        return func(*args, **kwargs)
+    found = func(*map(_float, args), **{name: _float(value) for name, value in kwargs.items()})
+    return found.to(next(tensor.dtype for tensor in tensors if tensor.dtype in HALF))
+
+
+def _float(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_float, value))
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
+
+
+_TENSOR: Any = torch.Tensor
+_FORMS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _matmul),
+    **dict.fromkeys((_TENSOR.matmul, _TENSOR.__matmul__, _TENSOR.mm, _TENSOR.bmm), _matmul),
+}
+_RARE: Collection[Any] = (
+    torch.addmm, torch.baddbmm, torch.addbmm, torch.einsum, torch.mv, torch.outer,
+    _TENSOR.addmm, _TENSOR.baddbmm, _TENSOR.addbmm, _TENSOR.mv, _TENSOR.__rmatmul__,
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.bilinear,
+    F.scaled_dot_product_attention, grouped_product,
+)  # fmt: skip
+
+
+class ProductsInFp32(TorchFunctionMode):
+    """Inside, products of half-precision tensors on the CPU are computed in fp32 and rounded once."""
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        kwargs = kwargs or {}
+        form = _FORMS.get(func)
+        if form is not None and _are_half(args):
+            return form(*args, **kwargs)
+        if func in _RARE and _are_half(args):
+            return _converted(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _are_half(values: Any) -> bool:
+    """Whether the floating tensors among an operation's arguments are of half precision, and on the CPU."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    for value in values:
+        if isinstance(value, list | tuple):
+            tensors += [each for each in value if isinstance(each, torch.Tensor)]
+    return bool(tensors) and all(each.dtype in HALF and each.device.type == "cpu" for each in tensors)
+
+
+class _Inside(threading.local):
+    """How many modules of a thread are being called, and the mode of the outermost."""
+
+    depth = 0
+
+
+def multiply_in_fp32(root: nn.Module, units: Collection[nn.Module]) -> None:
+    """Let a model compute its products so, in each call of it, of one of its units, or of a module with weights.
+
+    Layers that are computed again in the backward pass are called by themselves there, and so are modules in methods
+    of a user's. Compiled code keeps the products of torch.
+
+    Args:
+        root: a model, sharded or not, that computes in half precision on a processor that lacks its instructions.
+        units: layers that are called as a whole.
+    """
+    inside, mode = _Inside(), ProductsInFp32()
+
+    def before(_module: nn.Module, _inputs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not inside.depth:
+            mode.__enter__()
+        inside.depth += 1
+
+    def after(_module: nn.Module, _inputs: object, _output: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        inside.depth -= 1
+        if not inside.depth:
+            mode.__exit__(None, None, None)
+
+    chosen = {root, *units, *(module for module in root.modules() if contents(module)[0])}
+    for module in root.modules():
+        if module in chosen:
+            module.register_forward_pre_hook(before, prepend=True)
+            module.register_forward_hook(after, always_call=True)
+
+
+def lacks_half_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of a dtype are computed number by number on a device."""
+    return device.type == "cpu" and dtype in HALF and not half_is_native(dtype)
