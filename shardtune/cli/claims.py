@@ -80,6 +80,7 @@ def _check(name: str, path: str | None, overrides: list[str], steps: int, ranks:
     from shardtune.verify import report as tables
     from shardtune.verify.claims.claim import check_claims
     from shardtune.verify.claims.table import CLAIMS
+    from shardtune.verify.processor import describe, largest_error
 
     claims = [claim for claim in CLAIMS if name in (claim.name, "all")]
     recipe = load_recipe(path, overrides)
@@ -104,6 +105,10 @@ def _check(name: str, path: str | None, overrides: list[str], steps: int, ranks:
         typer.echo(tables.as_json(found))
     else:
         tables.show(found)
+    if not found.passed:
+        error = largest_error(seconds=2.0)
+        if error:
+            progress.print(f"division of doubles: {describe(error)}", style="red", markup=False)
     raise typer.Exit(0 if found.passed else 1)
 
 

@@ -101,7 +101,7 @@ def test_single_factors_and_other_dtypes_are_left_to_torch() -> None:
         assert (single @ single).dtype == torch.float32
         assert (half @ half).dtype == torch.bfloat16
         with pytest.raises(RuntimeError, match="dtype"):
-            half @ single
+            _ = half @ single
 
 
 def test_what_is_kept_for_the_backward_pass_stays_in_half_precision() -> None:
@@ -113,7 +113,7 @@ def test_what_is_kept_for_the_backward_pass_stays_in_half_precision() -> None:
 
     rows, weights = factors(torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), ProductsInFp32():
-        F.linear(rows, weights[0]), rows @ weights
+        _ = F.linear(rows, weights[0]), rows @ weights
     assert {tensor.dtype for tensor in kept} == {torch.bfloat16}
 
 
@@ -148,7 +148,7 @@ def test_a_call_that_fails_leaves_products_as_they_were() -> None:
     with pytest.raises(ValueError, match="no"):
         block(x, fails=True)
     with watched() as products:
-        x @ x.t()
+        _ = x @ x.t()
     assert products, "outside of the model torch multiplies"
     with watched() as products:
         block(x)
