@@ -16,8 +16,8 @@ import torch
 
 NUMBERS = 4096
 REMEDY = (
-    "with ATEN_CPU_CAPABILITY=default in the environment torch divides fewer numbers at once, which was exact where this "
-    "was met; the machine should be replaced"
+    "with ATEN_CPU_CAPABILITY=default in the environment torch divides fewer numbers at once, which was exact where "
+    "this was met; the machine should be replaced"
 )
 Divide = Callable[[float, torch.Tensor], torch.Tensor]
 
