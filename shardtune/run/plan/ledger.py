@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from shardtune.run.plan.known_shapes import KnownShapes
 CPU = torch.device("cpu")
 GATHERED = "gathered weights"
 SHARDING_OPERATIONS = "fsdp::all_gather"
+MOST_VALUES = 2**20
+"""More numbers than a micro-batch has tokens: no later shape depends on so many."""
 HELD = (FakeTensor, torch.Tensor, nn.Parameter)
 """Types whose storage is memory; that of a DTensor only describes the whole."""
 
@@ -39,7 +43,8 @@ class Ledger(TorchDispatchMode):
     counted storage by storage, with the time of each allocation and release.
 
     Operations whose inputs all have values (positions, lengths of documents, which rows are targets) are computed, as
-    later shapes depend on them. A number that is read from a tensor without values is taken to be 1.
+    later shapes depend on them; but not more than `MOST_VALUES` at a time, such as the random bits that round states. A
+    number that is read from a tensor without values is taken to be 1.
 
     Args:
         exact: the truth value that is read from a tensor without values: whether weights lose nothing in the precision
@@ -94,7 +99,7 @@ class Ledger(TorchDispatchMode):
             return self._exact if tensors[0].dtype == torch.bool else 1
         dtype = kwargs.get("dtype")
         whole_numbers = (dtype is not None and not dtype.is_floating_point) or "arange" in name
-        if not empty and (tensors or whole_numbers):
+        if not empty and (tensors or whole_numbers) and _broadcast_size(tensors) <= MOST_VALUES:
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
         else:
@@ -197,6 +202,15 @@ def _back(value: Any) -> Any:
 def _name(operation: Any) -> str:
     """The name of an operation, without that of its overload."""
     return schema_of(operation).name
+
+
+def _broadcast_size(tensors: Sequence[torch.Tensor]) -> int:
+    """How many numbers tensors have together, those of each dimension once: [3, 1] and [4] have 12."""
+    sizes: list[int] = []
+    for tensor in tensors:
+        shape = tensor.shape[::-1]
+        sizes = [max(pair) for pair in zip_longest(sizes, shape, fillvalue=1)]
+    return math.prod(sizes)
 
 
 def _cheaper(name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
