@@ -32,8 +32,8 @@ from shardtune.run.plan.known_shapes import KnownShapes
 CPU = torch.device("cpu")
 GATHERED = "gathered weights"
 SHARDING_OPERATIONS = "fsdp::all_gather"
-MOST_VALUES = 2**20
-"""More numbers than a micro-batch has tokens: no later shape depends on so many."""
+MOST_NUMBERS = 2**20
+"""More than a micro-batch has tokens: no later shape depends on so many, except those that are given, of images."""
 HELD = (FakeTensor, torch.Tensor, nn.Parameter)
 """Types whose storage is memory; that of a DTensor only describes the whole."""
 
@@ -43,8 +43,8 @@ class Ledger(TorchDispatchMode):
     counted storage by storage, with the time of each allocation and release.
 
     Operations whose inputs all have values (positions, lengths of documents, which rows are targets) are computed, as
-    later shapes depend on them; but not more than `MOST_VALUES` at a time, such as the random bits that round states. A
-    number that is read from a tensor without values is taken to be 1.
+    later shapes depend on them; but not more than `MOST_NUMBERS` that are made of fewer, such as the random bits that
+    round states. A number that is read from a tensor without values is taken to be 1.
 
     Args:
         exact: the truth value that is read from a tensor without values: whether weights lose nothing in the precision
@@ -99,7 +99,7 @@ class Ledger(TorchDispatchMode):
             return self._exact if tensors[0].dtype == torch.bool else 1
         dtype = kwargs.get("dtype")
         whole_numbers = (dtype is not None and not dtype.is_floating_point) or "arange" in name
-        if not empty and (tensors or whole_numbers) and _broadcast_size(tensors) <= MOST_VALUES:
+        if not empty and (tensors or whole_numbers) and not _are_many(tensors):
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
         else:
@@ -204,13 +204,13 @@ def _name(operation: Any) -> str:
     return schema_of(operation).name
 
 
-def _broadcast_size(tensors: Sequence[torch.Tensor]) -> int:
-    """How many numbers tensors have together, those of each dimension once: [3, 1] and [4] have 12."""
+def _are_many(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether many whole numbers are made of fewer: of [3, 1] and [4] twelve."""
     sizes: list[int] = []
     for tensor in tensors:
-        shape = tensor.shape[::-1]
-        sizes = [max(pair) for pair in zip_longest(sizes, shape, fillvalue=1)]
-    return math.prod(sizes)
+        sizes = [max(pair) for pair in zip_longest(sizes, tensor.shape[::-1], fillvalue=1)]
+    number = math.prod(sizes)
+    return number > MOST_NUMBERS and all(each.dtype == torch.int64 and each.numel() < number for each in tensors)
 
 
 def _cheaper(name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

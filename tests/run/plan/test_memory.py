@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardtune.models.loss import LOGITS_PER_CHUNK, chunk_rows
+from shardtune.parallel.torch_private import FakeTensor
 from shardtune.run.plan import plan as planning
 from shardtune.run.plan.known_shapes import KnownShapes
 from shardtune.run.plan.ledger import Ledger, as_on_cuda
@@ -145,6 +146,18 @@ def test_tensors_without_memory_report_a_gpu_too() -> None:
             assert tensor.device == torch.empty_like(tensor).device == torch.device("cuda", 0)
             assert chunk_rows(tensor.device, 2**20) == LOGITS_PER_CHUNK["cuda"] // 2**20
         assert tensor.device.type == "cpu"
+
+
+def test_whole_numbers_have_values_unless_many_are_made_of_few() -> None:
+    """Positions and masks of images decide later shapes; the random bits that round a matrix of states do not."""
+    mask = torch.ones(3, 1024, 1024, dtype=torch.int64)
+    with Ledger().counting():
+        places = torch.arange(2048)
+        assert type(places * 3 + 1) is torch.Tensor
+        assert type(mask.view(-1)[mask.view(-1) > 0]) is torch.Tensor
+        bits = places[:, None] * 1024 + torch.arange(1024)
+        assert type(bits) is FakeTensor
+        assert bits.shape == (2048, 1024)
 
 
 @pytest.mark.lengthy
