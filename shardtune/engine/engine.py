@@ -6,15 +6,17 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from shardtune.config.rank_layout import Layout
+from shardtune.config.schema import SequenceMethod
 from shardtune.engine.initial_weights import forget_recorders, undo_parting
 from shardtune.engine.methods import Method, no_method, read_methods
 from shardtune.engine.nn import unwrapped
@@ -126,6 +128,7 @@ class TrainEngine:
         colocate_with: TrainEngine | None = None,
         *,
         sequence_parallel_size: int = 1,
+        sequence_method: SequenceMethod = "auto",
         replicate_size: int = 1,
         take_turns: bool = True,
     ) -> TrainEngine:
@@ -137,6 +140,8 @@ class TrainEngine:
                 colocate_with), otherwise one.
             colocate_with: a built engine, whose ranks are shared.
             sequence_parallel_size: ranks that share each sequence, in calls with NeedParallel(type="seq").
+            sequence_method: how they share attention: "ulysses" (they exchange tokens for heads, which they must
+                divide), "ring" (keys and values go from rank to rank), "auto" (a ring where they do not divide them).
             replicate_size: copies of the sharded module (fsdp2), which divides data_parallel_size.
             take_turns: with colocate_with: a call wakes its own engine, and the others free their memory: on GPUs
                 always, on hosts without them where less than a quarter of the host's memory is free.
@@ -155,6 +160,7 @@ class TrainEngine:
         layout = self._laid_out(
             (tensor_parallel_size, data_parallel_size, sequence_parallel_size, replicate_size), given
         )
+        layout = replace(layout, sequence_method=_checked(sequence_method, sequence_parallel_size))
         inner, _ = unwrapped(self._module)
         if sequence_parallel_size > 1:
             check_shareable(inner)
@@ -413,6 +419,17 @@ def _check_buffers(module: nn.Module) -> None:
                 remedy="make the module inside shardtune.init_empty_weights(), which keeps buffers; compute in forward "
                 "what depends on parameters",
             )
+
+
+def _checked(method: SequenceMethod, ranks: int) -> SequenceMethod:
+    """The way in which ranks share the attention of sequences, if it is one and has an effect."""
+    if method not in get_args(SequenceMethod):
+        wrong, remedy = "is not one of the methods", f"use one of {', '.join(get_args(SequenceMethod))}"
+    elif method != "auto" and ranks == 1:
+        wrong, remedy = "has no effect with sequence_parallel_size=1", "leave it out, or give sequence_parallel_size"
+    else:
+        return method
+    raise ParallelError(f"sequence_method={method!r} {wrong}", where="build(sequence_method=…)", remedy=remedy)
 
 
 def _is_here(team: Team) -> bool:

@@ -117,6 +117,8 @@ class RankModule:
         master = MASTER_DTYPE[precision]
         hold = shard_model(self._module, units, ranks, precision)
         self.notes = load_first_weights(self._module, self._prefix, ranks, master, order.seed)
+        if sequence is not None and sequence.rings:
+            self.notes.append("sequences are shared by ring attention")
         # A user's optimizer holds the module's own parameters: none of them has a separate master copy.
         in_full = "fp64" if master == torch.float64 else "fp32"
         self._weights = (
@@ -206,14 +208,22 @@ class RankModule:
         if self._ranks.layout.sequence == 1:
             return None
         assert self._ranks.sequence_mesh is not None
-        return SequenceForward(self._module, self._ranks.sequence_mesh)
+        return SequenceForward(self._module, self._ranks.sequence_mesh, rings=self._rings())
+
+    def _rings(self) -> bool:
+        """Whether ranks that share sequences send each other keys and values instead of heads."""
+        return any(self._ranks.layout.rings(heads.query, heads.key_value) for heads in self._all_heads())
+
+    def _all_heads(self) -> list[Heads]:
+        """The heads of each model of transformers in the module."""
+        return [heads for _, part in pretrained_parts(self._module) if (heads := _heads(part)) is not None]
 
     def _apply_model_parallel(self) -> ModelParallel:
         layout = self._ranks.layout
-        parts = pretrained_parts(self._module) if layout.tensor > 1 or layout.sequence > 1 else ()
-        found = [heads for _, part in parts if (heads := _heads(part)) is not None]
+        found = self._all_heads() if layout.tensor > 1 or layout.sequence > 1 else []
+        exchanged = 1 if self._rings() else layout.sequence
         for heads in found:
-            check_heads(heads, layout.tensor, layout.sequence)
+            check_heads(heads, layout.tensor, exchanged, ", or leave sequence_method out" if exchanged > 1 else "")
         fewest = min(found, key=lambda heads: heads.key_value, default=None)
         if fewest is not None and fewest.key_value < layout.tensor and len(set(found)) > 1:
             raise ParallelError(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from shardtune.errors import DataError, ParallelError
-from shardtune.models.packed_attention import DOCUMENTS
+from shardtune.models.packed_attention import DOCUMENTS, check_no_dropout
 from shardtune.models.packing_probe import AGREEMENT
 from shardtune.parallel.sequence_parallel import TokenShare
 from shardtune.parallel.torch_private import tree_map
@@ -30,17 +30,23 @@ class SequenceForward:
     Args:
         model: of transformers, sharded or not.
         ranks: those that share sequences.
+        rings: whether keys and values go from rank to rank, instead of heads for tokens.
 
     Raises:
-        ParallelError: the model's attention cannot be replaced.
+        ParallelError: the model's attention cannot be replaced, or has dropout that a ring does not have.
     """
 
-    def __init__(self, model: nn.Module, ranks: DeviceMesh) -> None:
-        self._model, self._ranks = check_shareable(model), ranks
+    def __init__(self, model: nn.Module, ranks: DeviceMesh, *, rings: bool) -> None:
+        self._model, self._ranks, self.rings = check_shareable(model), ranks, rings
         self._own = self._model.config._attn_implementation or "eager"
+        if rings:
+            values = self._model.config.get_text_config().to_dict()
+            check_no_dropout(values, WHERE, lambda name: f"set {name}=0.0 in the model's config")
 
     def share(self, num_tokens: int) -> TokenShare:
-        """This rank's share of this many tokens."""
+        """This rank's share of this many tokens: neighbours, as a method's own code may look at the next token."""
+        if self.rings:
+            return TokenShare.in_ring((0, num_tokens), self._ranks, in_order=True)
         return TokenShare.of(num_tokens, self._ranks)
 
     @contextmanager

@@ -24,7 +24,7 @@ from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import Row, TooLong
 from shardtune.data.loader.packing import NO_ROW, pack
-from shardtune.errors import ModelError, ParallelError
+from shardtune.errors import ModelError
 from shardtune.models.activation_checkpointing import checkpoint_arguments
 from shardtune.models.adapter import (
     AdapterRoot,
@@ -56,7 +56,7 @@ from shardtune.models.loss import (
     router_balance,
 )
 from shardtune.models.mixers import Mixers
-from shardtune.models.packed_attention import DOCUMENTS
+from shardtune.models.packed_attention import DOCUMENTS, check_no_dropout
 from shardtune.models.packing_limit import PackingLimit
 from shardtune.models.packing_probe import AGREEMENT, probe_packing
 from shardtune.models.pretrained import model_directory
@@ -74,8 +74,6 @@ from shardtune.parallel.shard_units import choose_units, outermost
 from shardtune.parallel.tensor_parallel import Heads, check_heads
 
 BALANCE = "router_balance"
-ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-"""Names of the dropout on attention weights in configs of transformers."""
 
 
 class CausalLMSettings(TypedDict, total=False):
@@ -392,13 +390,8 @@ class CausalLM(LanguageModel):
     def _check_dropout(self) -> None:
         """Refuse dropout on attention weights, which ring attention does not have."""
         values = self.config.get_text_config().to_dict()
-        for name in ATTENTION_DROPOUT:
-            if values.get(name):
-                raise ParallelError(
-                    f"ring attention has no dropout on attention weights, and the model's {name} is {values[name]:g}",
-                    where="actor.parallel.sequence_method",
-                    remedy=f"set actor.model.config_overrides: {{{name}: 0.0}}, or use ranks that divide the heads",
-                )
+        where = "actor.parallel.sequence_method"
+        check_no_dropout(values, where, lambda name: f"set actor.model.config_overrides: {{{name}: 0.0}}")
 
     def _heads(self) -> Heads:
         values = self.config.get_text_config().to_dict()

@@ -11,6 +11,7 @@ Token 4, the second of document 1, attends to tokens 3 and 4.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,8 @@ from shardtune.parallel.sequence_parallel import TokenShare, to_heads, to_tokens
 
 DOCUMENTS = "shardtune_documents"
 """The name of the implementation, as `attn_implementation` of a transformers config."""
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+"""Names of the dropout on attention weights in configs of transformers."""
 _NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether groups of query heads have to be named; torch before 2.13 takes them as they are."""
 
@@ -67,7 +70,7 @@ def document_attention(
         cu_seq_lens_q: int32 [documents + 1].
         max_length_q: tokens in the longest document.
         token_share: this rank's tokens under sequence parallelism. Heads are then exchanged for tokens, or keys and
-            values come from other ranks (one row only).
+            values come from other ranks; several rows have the same documents.
 
     Returns:
         ([rows, tokens, heads, value_dim], None).
@@ -141,7 +144,28 @@ def _ring(
             remedy="set the model's dropout of attention to 0 (actor.model.config_overrides)",
         )
     scoring = Scoring(Sight(settings.causal, settings.window), settings.scale, settings.softcap)
-    return ring_attention(query, key, value, share, scoring, settings.sinks)
+    # Rows with the same documents are as further heads: [2 rows, 4 heads, tokens, size] as [1, 8 heads, tokens, size].
+    rows, sinks = query.shape[0], settings.sinks
+    q, k, v = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))
+    output = ring_attention(q, k, v, share, scoring, sinks if sinks is None else sinks.repeat(rows))
+    return output[0].unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def check_no_dropout(values: Mapping[str, object], where: str, remedy: Callable[[str], str]) -> None:
+    """Refuse dropout on attention weights, which ring attention does not have.
+
+    Args:
+        values: of the config of a model's texts.
+        where: the ring was chosen.
+        remedy: for the key that has the dropout.
+    """
+    for name in ATTENTION_DROPOUT:
+        if values.get(name):
+            raise ParallelError(
+                f"ring attention has no dropout on attention weights, and the model's {name} is {values[name]}",
+                where=where,
+                remedy=f"{remedy(name)}, or use ranks that divide the heads",
+            )
 
 
 def _varlen(

@@ -1,7 +1,8 @@
 """Which keys the queries of a rank attend to under ring attention, and what of it ranks send each other.
 
 Tokens lie on ranks in zigzag order: of 2 q chunks for q ranks, rank r has chunks r and 2 q - 1 - r. A causal layer has
-more to do for later tokens; with an early and a late chunk each, all ranks have equally much of a long document.
+more to do for later tokens; with an early and a late chunk each, all ranks have equally much of a long document. Where
+each rank has to have neighbours, rank r has chunk r of q chunks, and later ranks have more to do.
 """
 
 from __future__ import annotations
@@ -92,22 +93,24 @@ class RingPlan:
         rank: this one.
         chunk: tokens of a chunk.
         documents: the first token of each, and the number of tokens.
+        in_order: whether each rank has one chunk, in the order of ranks.
     """
 
     ranks: int
     rank: int
     chunk: int
     documents: tuple[int, ...]
+    in_order: bool = False
     _found: dict[Sight, Exchanges] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, documents: Sequence[int], ranks: int, rank: int) -> RingPlan:
+    def of(cls, documents: Sequence[int], ranks: int, rank: int, *, in_order: bool = False) -> RingPlan:
         """The plan of a rank for documents given as `PackedBatch.cu_seqlens`."""
-        return cls(ranks, rank, chunk_of(documents[-1], ranks), tuple(documents))
+        return cls(ranks, rank, chunk_of(documents[-1], ranks if in_order else 2 * ranks), tuple(documents), in_order)
 
     @property
-    def starts(self) -> tuple[int, int]:
-        """The first tokens of this rank's two chunks."""
+    def starts(self) -> tuple[int, ...]:
+        """The first tokens of this rank's chunks."""
         return self._starts(self.rank)
 
     def exchanges(self, sight: Sight) -> Exchanges:
@@ -141,7 +144,7 @@ class RingPlan:
         return sorted(found - {0})
 
     def _owner(self, chunk: int) -> int:
-        return min(chunk, 2 * self.ranks - 1 - chunk)
+        return chunk if self.in_order else min(chunk, 2 * self.ranks - 1 - chunk)
 
     def _seen(self, start: int, end: int, sight: Sight) -> tuple[int, int]:
         """The first token that queries [start, end) see, and the one behind the last."""
@@ -151,8 +154,9 @@ class RingPlan:
             first, last = max(first, start - sight.window + 1), min(last, end + sight.window - 1)
         return first, last
 
-    def _starts(self, rank: int) -> tuple[int, int]:
-        return rank * self.chunk, (2 * self.ranks - 1 - rank) * self.chunk
+    def _starts(self, rank: int) -> tuple[int, ...]:
+        first = rank * self.chunk
+        return (first,) if self.in_order else (first, (2 * self.ranks - 1 - rank) * self.chunk)
 
     def _pieces(self, rank: int, source: int, sight: Sight) -> Iterator[Piece]:
         """The pieces of a rank's queries and of another's keys, or its own."""
@@ -185,9 +189,9 @@ class RingPlan:
                 yield query, query_end, key, key_end
 
 
-def chunk_of(num_tokens: int, ranks: int) -> int:
-    """Tokens of each of the 2 x `ranks` chunks, the last of which are filled up."""
-    return -(-num_tokens // (2 * ranks))
+def chunk_of(num_tokens: int, chunks: int) -> int:
+    """Tokens of each of these chunks, the last of which are filled up."""
+    return -(-num_tokens // chunks)
 
 
 def _hull(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[int, int]:

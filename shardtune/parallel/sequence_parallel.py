@@ -16,7 +16,7 @@ from shardtune.parallel.ring_plan import RingPlan
 
 @dataclass(frozen=True, slots=True)
 class TokenShare:
-    """This rank's share of the tokens of a forward: one run of them, or two under ring attention.
+    """This rank's share of the tokens of a forward: one run of them, or two under ring attention that is balanced.
 
     Attributes:
         ranks: the mesh along the axis `sequence`.
@@ -39,9 +39,9 @@ class TokenShare:
         return cls(ranks, num_tokens, (ranks.get_local_rank() * length,), length)
 
     @classmethod
-    def in_ring(cls, documents: Sequence[int], ranks: DeviceMesh) -> TokenShare:
-        """The parts of ring attention, for documents given as `PackedBatch.cu_seqlens`."""
-        plan = RingPlan.of(documents, ranks.size(), ranks.get_local_rank())
+    def in_ring(cls, documents: Sequence[int], ranks: DeviceMesh, *, in_order: bool = False) -> TokenShare:
+        """The parts of ring attention, for documents given as `PackedBatch.cu_seqlens`; `in_order`: those of `of`."""
+        plan = RingPlan.of(documents, ranks.size(), ranks.get_local_rank(), in_order=in_order)
         return cls(ranks, documents[-1], plan.starts, plan.chunk, plan)
 
     @property

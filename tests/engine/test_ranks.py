@@ -20,7 +20,7 @@ from shardtune.batch import IGNORED
 from shardtune.engine import ranks_local, session
 from shardtune.engine.rank_process import Limits
 from shardtune.errors import DataError, ParallelError
-from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, steps
+from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, save_model, steps
 
 
 class Failing(Trained):
@@ -130,6 +130,66 @@ def test_tokens_that_do_not_divide(model: Path, two: TrainEngine):
         assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-12)
         targets = engine.targets(NeedParallel(torch.tensor([[1, 2, 3, 4, 5]]), type="seq"))
         assert targets == [[[2, 3, 4]], [[5, IGNORED]]]
+
+
+@pytest.fixture(scope="module")
+def three_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads that two ranks do not divide."""
+    return save_model(tmp_path_factory.mktemp("three"), heads=3, key_value_heads=1, width=48)
+
+
+class Accumulating(Trained):
+    """Two micro-batches for each update."""
+
+    def step_in_two(self, input_ids: torch.Tensor, weights: torch.Tensor) -> None:
+        for part in (slice(0, 2), slice(2, None)):
+            self.step_by_token_weights(input_ids[part], weights[part])
+
+
+@pytest.mark.parametrize("length", [12, 7])
+def test_a_ring_is_plain_pytorch(three_heads: Path, two: TrainEngine, length: int):
+    """Rows of one length, in two micro-batches, on tokens that two ranks divide and on others."""
+    rows = torch.tensor(SAMPLES).clamp(min=1)[:, :length]
+    engine = TrainEngine(make(three_heads, Accumulating)).build(
+        colocate_with=two, take_turns=False, sequence_parallel_size=2
+    )
+    with engine:
+        assert engine.notes == ["sequences are shared by ring attention"]
+        found = steps(engine, "step_in_two", NeedParallel(rows, type="seq"))
+        assert apart(found, plain(three_heads, rows.tolist())) < 1e-10
+        parts = engine.logits(NeedParallel(SAMPLES, type="seq"))
+        assert torch.allclose(torch.cat(parts, 1), engine.logits(SAMPLES)[0], atol=1e-12)
+
+
+def test_a_ring_of_ranks_that_divide_the_heads(model: Path, four: TrainEngine):
+    """It is taken where it is named, and beside tensor ranks; heads of keys and values are in groups."""
+    rows = NeedParallel(SAMPLES, type="seq")
+    for sizes in ({"sequence_parallel_size": 4}, {"sequence_parallel_size": 2, "tensor_parallel_size": 2}):
+        engine = TrainEngine(make(model)).build(colocate_with=four, take_turns=False, sequence_method="ring", **sizes)
+        with engine:
+            assert engine.notes == ["sequences are shared by ring attention"]
+            assert apart(steps(engine, "step_by_sums", rows), plain(model)) < 1e-10
+
+
+REFUSED_RINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "ulysses": ({"sequence_parallel_size": 2, "sequence_method": "ulysses"}, "2 ranks cannot share 3 heads"),
+    "no ranks": ({"sequence_method": "ring"}, "has no effect with sequence_parallel_size=1"),
+    "another": ({"sequence_parallel_size": 2, "sequence_method": "star"}, "is not one of the methods"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_RINGS)
+def test_ways_to_share_attention_that_are_refused(three_heads: Path, two: TrainEngine, case: str):
+    arguments, says = REFUSED_RINGS[case]
+    with pytest.raises(ParallelError, match=says):
+        TrainEngine(make(three_heads)).build(colocate_with=two, take_turns=False, **arguments)
+
+
+def test_a_ring_refuses_dropout_on_attention_weights(three_heads: Path, two: TrainEngine):
+    made = make(three_heads)
+    made.config.attention_dropout = 0.1
+    with pytest.raises(ParallelError, match=r"ring attention has no dropout on attention weights, .* is 0\.1"):
+        TrainEngine(made).build(colocate_with=two, take_turns=False, sequence_parallel_size=2)
 
 
 class Masked(Trained):

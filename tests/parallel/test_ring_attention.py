@@ -106,6 +106,7 @@ class Layer:
     value: torch.Tensor
     sinks: torch.Tensor | None
     weights: torch.Tensor
+    in_order: bool = False
 
     @classmethod
     def drawn(cls, lengths: Sequence[int], heads: int, kv_heads: int, scoring: Scoring, *, sinks: bool) -> Layer:
@@ -140,7 +141,7 @@ class Layer:
 
     def on_rank(self, thread: Thread) -> list[torch.Tensor]:
         """The same of a rank's tokens, put into their places among zeros."""
-        share = TokenShare.in_ring(self.documents, cast(DeviceMesh, thread))
+        share = TokenShare.in_ring(self.documents, cast(DeviceMesh, thread), in_order=self.in_order)
         mine = share.mine(torch.arange(self.documents[-1]))
         place = share.local(torch.arange(self.documents[-1])[mine])
 
@@ -166,8 +167,8 @@ class Layer:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ring_attention_is_attention(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ranks", "in_order"), [(2, False), (3, False), (4, False), (3, True)])
+def test_ring_attention_is_attention(ranks: int, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged documents that cross chunks, grouped heads, windows, soft caps and sinks; a few scores at a time."""
     draw = random.Random(ranks)
     for trial, sight in enumerate(SIGHTS * 3):
@@ -178,6 +179,7 @@ def test_ring_attention_is_attention(ranks: int, monkeypatch: pytest.MonkeyPatch
         kv_heads = draw.choice((1, 3))
         scoring = Scoring(sight, 0.5, 3.0 if trial % 3 == 1 else None)
         layer = Layer.drawn(lengths, kv_heads * draw.choice((1, 2)), kv_heads, scoring, sinks=trial % 3 == 2)
+        layer.in_order = in_order
         found = [sum(parts) for parts in zip(*on_threads(ranks, layer.on_rank, monkeypatch), strict=True)]
         for ours, plain in zip(found, layer.plain(), strict=True):
             torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)

@@ -18,15 +18,15 @@ SAMPLES = [[(7 * row + 3 * place) % 64 for place in range(12)] for row in range(
 RATE, CLIP, STEPS = 0.1, 0.5, 2
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, heads: int = 4, key_value_heads: int = 2, width: int = 32) -> Path:
     """Two layers in fp64, with fewer heads of keys and values than of queries."""
     config = Qwen2Config(
         vocab_size=64,
-        hidden_size=32,
+        hidden_size=width,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
         max_position_embeddings=128,
         tie_word_embeddings=False,
     )

@@ -7,7 +7,6 @@ module, and the closest one is used.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import FunctionType, MethodType
@@ -116,18 +115,31 @@ def gated_by(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> 
 def rotated_by(rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Maker:
     """Attention layers whose forward calls another function where it names the one of the model's file.
 
-    The layer's forward is made anew over a copy of the file's names, so that nothing else that uses the file changes.
+    The layer's forward is made anew with another name in its code, under which the file has the other function, so that
+    nothing else that uses the file changes. It has the file's own names, not a copy of them: where torch.compile leaves
+    a graph inside such a forward, it finds what it has compiled among those. Layers of a class share the new forward.
     """
+    name = f"{ROTATION}_{id(rotate)}"
+    forwards: dict[FunctionType, FunctionType] = {}
+
+    def made(own: FunctionType) -> FunctionType:
+        code = own.__code__
+        names = tuple(name if each == ROTATION else each for each in code.co_names)
+        own.__globals__[name] = rotate
+        new = FunctionType(
+            code.replace(co_names=names), own.__globals__, own.__name__, own.__defaults__, own.__closure__
+        )
+        new.__kwdefaults__ = own.__kwdefaults__
+        return new
 
     def make(module: nn.Module) -> list[Forward]:
         bound = module.forward
         assert isinstance(bound, MethodType)
         own = bound.__func__
         assert isinstance(own, FunctionType)
-        names = {**own.__globals__, ROTATION: rotate}
-        made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-        made.__kwdefaults__ = own.__kwdefaults__
-        return [MethodType(made, module)]
+        if own not in forwards:
+            forwards[own] = made(own)
+        return [MethodType(forwards[own], module)]
 
     return make
 
@@ -138,10 +150,14 @@ def norms_by(*ways: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor])
     def make(module: nn.Module) -> list[Forward]:
         epsilon = _epsilon(module)
 
-        def by(way: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-            return way(x, module.get_parameter("weight"), epsilon)
+        # Not a `functools.partial`: torch.compile would compile each layer anew, and after eight layers none.
+        def by(way: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> Forward:
+            def forward(x: torch.Tensor) -> torch.Tensor:
+                return way(x, module.get_parameter("weight"), epsilon)
 
-        return [functools.partial(by, way) for way in ways]
+            return forward
+
+        return [by(way) for way in ways]
 
     return make
 
@@ -162,32 +178,42 @@ def _torch() -> dict[str, Maker]:
 
 
 def _liger() -> dict[str, Maker]:
-    """Liger's Triton kernels. None of them may write into its inputs, which may be used elsewhere."""
+    """Liger's Triton kernels. None of them may write into its inputs, which may be used elsewhere.
+
+    In a compiled layer they are called as they were compared, between its compiled parts.
+    """
     liger: Any = import_module("liger_kernel.transformers.functional")
+    eager: Any = torch.compiler.disable
 
     def norm(casting: str, offset: float) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
+        @eager
         def by(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
             return liger.liger_rms_norm(x, weight, epsilon, offset, casting, False)
 
         return by
 
+    @eager
     def rotate(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return liger.liger_rope(q, k, cos, sin)
 
     norms = [norm(casting, offset) for offset in (0.0, 1.0) for casting in ("llama", "gemma")]
-    return {"rms_norm": norms_by(*norms), "swiglu": gated_by(liger.liger_swiglu), "rope": rotated_by(rotate)}
+    return {"rms_norm": norms_by(*norms), "swiglu": gated_by(eager(liger.liger_swiglu)), "rope": rotated_by(rotate)}
 
 
 def _hub() -> dict[str, Maker]:
-    """The kernels of the Hub that transformers trains with: an RMSNorm, fetched when it is first used."""
+    """The kernels of the Hub that transformers trains with: an RMSNorm, fetched when it is first used.
+
+    In a compiled layer it is called as Liger's are.
+    """
     library: Any = import_module("kernels")
     repository, layer, version = HUB_NORM
     kind: Any = library.LayerRepository(repo_id=repository, layer_name=layer, version=version).load()
+    forward: Any = torch.compiler.disable(kind.forward)
 
     def make(module: nn.Module) -> list[Forward]:
-        return [MethodType(kind.forward, module)]
+        return [MethodType(forward, module)]
 
     return {"rms_norm": make}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardtune.config.rank_layout import Layout
+from shardtune.config.rank_layout import Layout, divides
 from shardtune.parallel.cost.memory import Memory, memory
 from shardtune.parallel.cost.shape import ModelShape, Setting, Work
 from shardtune.parallel.cost.time import Machine, Time, time
@@ -52,21 +53,30 @@ def fits(plan: Plan, machine: Machine) -> bool:
 
 
 def layouts(shape: ModelShape, num_ranks: int, machine: Machine) -> Iterator[Layout]:
-    """The candidates: tensor and sequence ranks on one node, copies of whole nodes."""
-    for inner in (2**power for power in range(machine.per_node.bit_length())):
-        for tensor in (2**power for power in range(inner.bit_length())):
+    """The candidates: tensor and sequence ranks on one node, copies of whole nodes.
+
+    Sequence ranks that do not divide the heads form a ring.
+    """
+    near = min(num_ranks, machine.per_node)
+    for inner in _divisors(math.gcd(near, num_ranks)):
+        for tensor in _divisors(inner):
             sequence = inner // tensor
-            if num_ranks % inner or shape.heads % inner or max(inner, shape.kv_heads) % min(inner, shape.kv_heads):
+            if not divides(tensor, shape.heads, shape.kv_heads):
                 continue
             outer = num_ranks // inner
             yield Layout(1, outer, sequence, tensor)
             node = machine.per_node // inner
             shard = max(1, node)
             while shard < outer:
-                yield Layout(outer // shard, shard, sequence, tensor)
+                if outer % shard == 0:
+                    yield Layout(outer // shard, shard, sequence, tensor)
                 shard *= 2
             if outer > 1 and node > 1:
                 yield Layout(outer, 1, sequence, tensor)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def fastest(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from shardtune.config.rank_layout import Layout
 from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.optim.low_bit import LOW_BIT
 from shardtune.parallel.cost.memory import memory as by_formula
@@ -112,8 +113,6 @@ def _is_hopeless(planner: Planner, plan: Plan, words: Sequence[str]) -> bool:
 
 def _formula(planner: Planner, words: Sequence[str]) -> float | None:
     """Bytes of a rank by the formulas; None where they do not hold."""
-    from shardtune.config.rank_layout import Layout
-
     recipe = load(planner.source, [*planner.overrides, *words]) if words else planner.recipe
     adapter = adapter_of(recipe)
     shape = shape_of(adapter)
@@ -178,13 +177,31 @@ def _layouts(planner: Planner) -> Iterator[Option]:
             0.1,
             "shards weights over all ranks in place of copies",
         )
-    for key, cost in (("sequence", 0.2), ("tensor", 0.4)):
-        size = max(getattr(actor.parallel, key), 1) * 2
-        while size <= min(ranks, 8):
-            if ranks % size == 0:
-                words = (f"parallel.{key}={size}", "parallel.data_replicate=1", "parallel.data_shard=-1")
-                yield Option("layout", words, cost, f"{size} ranks share the {_SHARED[key]} of the same rows")
-            size, cost = size * 2, cost + 0.1
+    for size, cost in zip(_multiples(actor.parallel.sequence, ranks), _COSTS, strict=False):
+        how = ", by ring attention" if _rings(planner, size) else ""
+        yield _sharing("sequence", size, 0.2 + cost, f"{size} ranks share the tokens of the same rows{how}")
+    doubled = [size for size in _multiples(actor.parallel.tensor, ranks) if (size & (size - 1)) == 0]
+    for size, cost in zip(doubled, _COSTS, strict=False):
+        yield _sharing("tensor", size, 0.4 + cost, f"{size} ranks share the matrices of the same rows")
 
 
-_SHARED = {"sequence": "tokens", "tensor": "matrices"}
+_COSTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+
+
+def _multiples(size: int, ranks: int) -> list[int]:
+    """Larger sizes of an axis, up to 8, that divide the ranks: those of 6 ranks are 2, 3 and 6."""
+    return [larger for larger in range(size + 1, min(ranks, 8) + 1) if larger % size == 0 and ranks % larger == 0]
+
+
+def _sharing(key: str, size: int, cost: float, effect: str) -> Option:
+    words = (f"parallel.{key}={size}", "parallel.data_replicate=1", "parallel.data_shard=-1")
+    return Option("layout", words, cost, effect)
+
+
+def _rings(planner: Planner, sequence: int) -> bool:
+    """Whether so many ranks would share sequences by a ring: they do not divide the heads, or a ring is set."""
+    parallel, shape = planner.recipe.actor.parallel, shape_of(adapter_of(planner.recipe))
+    if shape is None:
+        return False
+    layout = Layout(sequence=sequence, tensor=parallel.tensor, sequence_method=parallel.sequence_method)
+    return layout.rings(shape.heads, shape.kv_heads)

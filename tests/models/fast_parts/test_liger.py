@@ -52,3 +52,15 @@ def test_its_parts_are_within_rounding(family: str) -> None:
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-5)
     found.restore()
+
+
+def test_its_parts_have_their_numbers_in_compiled_layers() -> None:
+    """Between the compiled parts of a layer they are called as they are."""
+    model = tiny("qwen3")
+    model.model.layers = model.model.layers[:1]
+    started(model, "liger")
+    expected = gradients(model)
+    for layer in model.model.layers:
+        layer.compile(dynamic=True, backend="eager")
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-6, atol=1e-7)

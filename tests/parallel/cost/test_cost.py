@@ -7,17 +7,18 @@ from dataclasses import replace
 import pytest
 
 from shardtune.config.rank_layout import Layout
-from shardtune.parallel.cost.choose import Plan, fastest, fits
+from shardtune.parallel.cost.choose import Plan, fastest, fits, layouts
 from shardtune.parallel.cost.memory import memory, waiting_gradients
 from shardtune.parallel.cost.shape import ModelShape, Setting, Work
 from shardtune.parallel.cost.time import Machine, time
-from shardtune.parallel.cost.traffic import Exchange, traffic
+from shardtune.parallel.cost.traffic import RING, Exchange, traffic
 from tests.support.dist.traffic import CASES, Counts, Ratio
 
 CLOSE = 0.005
 KEPT = 0.05
 """Of activations: the formula leaves out what all layers share, and copies that attention makes on a CPU."""
 LLAMA_8B = ModelShape(4096, 32, 32, 8, 128, 14336, 128256)
+QWEN_HALF_B = ModelShape(896, 24, 14, 2, 64, 4864, 151936, tied=True)
 MACHINE = Machine()
 SHORT = {
     "FSDP2": "bf16",
@@ -129,6 +130,25 @@ def test_the_fastest_plan_fits_where_one_does() -> None:
     assert fastest(LLAMA_8B, 8, tight, **options).time.step >= roomy.time.step
     tiny = replace(MACHINE, memory=1e9, host_size=1e9)
     assert not fits(fastest(LLAMA_8B, 8, tiny, **options), tiny)
+
+
+@pytest.mark.parametrize("ranks", [6, 8, 12, 16])
+def test_layouts_are_of_these_ranks_and_the_heads_are_those_of_tensor_ranks(ranks: int) -> None:
+    found = list(layouts(QWEN_HALF_B, ranks, MACHINE))
+    assert {layout.num_ranks for layout in found} == {ranks}
+    assert {layout.tensor for layout in found} == {1, 2}  # the divisors of 14 and of 2 heads
+    rings = [layout for layout in found if layout.rings(QWEN_HALF_B.heads, QWEN_HALF_B.kv_heads)]
+    assert all(layout.sequence > 2 or layout.model_ranks > 2 for layout in rings)
+    assert rings
+
+
+@pytest.mark.lengthy
+def test_a_row_that_only_a_ring_fits_is_planned_by_one() -> None:
+    """A step of one row has to be shared by all 8 ranks, which do not divide 14 heads."""
+    plan = fastest(QWEN_HALF_B, 8, MACHINE, 131072, 131072, 131072)
+    assert fits(plan, MACHINE)
+    assert plan.setting.layout.rings(QWEN_HALF_B.heads, QWEN_HALF_B.kv_heads)
+    assert total(list(plan.exchanges), RING) > 0
 
 
 def test_a_plan_adds_up_what_is_sent() -> None:

@@ -90,6 +90,28 @@ def test_what_does_not_fit_gets_the_cheapest_changes_that_do(config_alone: Path)
         solve(found, whole)
 
 
+@pytest.mark.lengthy
+def test_a_ring_is_proposed_where_ranks_do_not_divide_the_heads(
+    config_alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks share what is too much for two; the model has four heads."""
+    monkeypatch.setattr("shardtune.run.plan.solve.WANTED", 1)
+    words = [
+        "micro_batch_size=1", "global_batch_size=6", "data.max_length=1024", "model.gradient_checkpointing=true",
+        "fsdp_config.reduce=every", "optim.state_dtype=int8",
+    ]  # fmt: skip
+    given = Given(tokens=6 * 1024, length=1024)
+    found = planner(str(config_alone), words, ranks=6, given=given, memory=80e9, report=lambda _: None)
+    plan, three = found.plan(), found.plan(["parallel.sequence=3"])
+    assert three.needed is not None
+    tight = replace(plan, hardware=replace(plan.hardware, memory=three.needed + 1))
+    (change,) = solve(replace(found, hardware=tight.hardware), tight)
+    assert change.overrides[0] == "parallel.sequence=3"
+    assert [option.effect for option in change.options] == [
+        "3 ranks share the tokens of the same rows, by ring attention"
+    ]
+
+
 def _with(plan: Plan, share: float) -> Plan:
     assert plan.needed is not None
     return replace(plan, hardware=replace(plan.hardware, memory=share * plan.needed))
