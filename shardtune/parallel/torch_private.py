@@ -92,13 +92,14 @@ def selective_contexts(policy: Policy) -> tuple[AbstractContextManager[object], 
         """torch 2.11 and 2.12 call the policy in the recomputation too; what they have saved waits in a list per op."""
         decided = policy(context, op, *args, **kwargs)
         if context.is_recompute and decided in SAVED:
-            waiting = cast(dict[object, list[object]], forward.storage).get(op)
+            waiting = saved.get(op)
             if waiting and waiting[0] is _FORGOTTEN:
                 waiting.pop(0)
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return decided
 
     forward, again = create_selective_checkpoint_contexts(unless_forgotten)
+    saved = cast(dict[object, list[object]], forward.storage)  # `forward` holds the policy, which must not hold it too
 
     def forget_changed() -> None:
         for results in forward.storage.values():
