@@ -66,6 +66,13 @@ def pytest_collection_finish() -> None:
     fork_server.rest_garbage()
 
 
+def pytest_unconfigure() -> None:
+    """Or triton's bindings, which torch's builds for GPUs bring, print thirty lines below the result."""
+    from shardtune.cli.starting import unfreeze_bindings
+
+    unfreeze_bindings()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """The same for what a file of tests has imported."""

@@ -106,7 +106,8 @@ def test_the_module_holds_nothing_unused():
     assert imported
     assert imported <= offered
     functions = {node.name for node in ast.parse(texts[ALLOWED]).body if isinstance(node, ast.FunctionDef)}
-    assert not functions - imported
+    used_here = {node.id for node in ast.walk(ast.parse(texts[ALLOWED])) if isinstance(node, ast.Name)}
+    assert not functions - imported - {name for name in used_here if name.startswith("_")}
 
 
 def test_a_release_of_torch_that_lacks_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

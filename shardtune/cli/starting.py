@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -39,3 +40,13 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(unfreeze_bindings)
+
+
+def unfreeze_bindings() -> None:
+    """Let the end of the process free what triton has made; its bindings (3.9) print thirty lines about what is left.
+
+    Without triton, which comes with torch's builds for GPUs, the last search for garbage is left out: it takes time.
+    """
+    if "triton._C.libtriton" in sys.modules:
+        gc.unfreeze()

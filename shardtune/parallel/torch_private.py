@@ -34,13 +34,14 @@ try:
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.nn.modules.dropout import _DropoutNd
     from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
+    from torch.utils import checkpoint as checkpointing
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_iter as tree_iter
     from torch.utils._pytree import tree_map as tree_map
     from torch.utils._pytree import tree_map_only as tree_map_only
     from torch.utils.checkpoint import (
-        _RECOMPUTE,
         CheckpointPolicy,
+        SelectiveCheckpointContext,
         _allowed_determinism_checks_to_fns,
         _VersionWrapper,
         create_selective_checkpoint_contexts,
@@ -72,6 +73,9 @@ DropoutBase = _DropoutNd
 
 Policy = Callable[..., CheckpointPolicy]
 """Whether the result of an operation is saved in a checkpointed forward pass."""
+SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+_FORGOTTEN = vars(checkpointing).get("_RECOMPUTE", object())
+"""Stands in the place of a saved result that is computed again; torch 2.13 and later have an object for that."""
 
 
 def selective_contexts(policy: Policy) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
@@ -81,14 +85,27 @@ def selective_contexts(policy: Policy) -> tuple[AbstractContextManager[object], 
     computed again. So `out = product(x, w); out.add_(bias)`, as the experts of transformers have it, needs one product
     more: the saved tensor has the bias in it by the time the product is due.
     """
-    forward, again = create_selective_checkpoint_contexts(policy)
+
+    def unless_forgotten(
+        context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
+        """torch 2.11 and 2.12 call the policy in the recomputation too; what they have saved waits in a list per op."""
+        decided = policy(context, op, *args, **kwargs)
+        if context.is_recompute and decided in SAVED:
+            waiting = saved.get(op)
+            if waiting and waiting[0] is _FORGOTTEN:
+                waiting.pop(0)
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return decided
+
+    forward, again = create_selective_checkpoint_contexts(unless_forgotten)
+    saved = cast(dict[object, list[object]], forward.storage)  # `forward` holds the policy, which must not hold it too
 
     def forget_changed() -> None:
         for results in forward.storage.values():
-            for place, result in results.items():
-                parts = [part for part in tree_iter(result) if isinstance(part, _VersionWrapper)]
-                if any(part.version is not None and part.val._version != part.version for part in parts):
-                    results[place] = _RECOMPUTE
+            for place, result in results.items() if isinstance(results, dict) else enumerate(results):
+                if _is_changed(result):
+                    results[place] = _FORGOTTEN
 
     @contextmanager
     def computing() -> Iterator[None]:
@@ -114,6 +131,12 @@ def half_is_native(dtype: torch.dtype) -> bool:
     operations = torch.ops.mkldnn
     found = operations._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else operations._is_mkldnn_fp16_supported
     return bool(found())
+
+
+def _is_changed(result: object) -> bool:
+    """Whether a tensor of a saved result has been changed in place since it was saved."""
+    parts = [part for part in tree_iter(result) if isinstance(part, _VersionWrapper)]
+    return any(part.version is not None and part.val._version != part.version for part in parts)
 
 
 def own_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -6,10 +6,10 @@ import json
 import os
 import pty
 import re
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -81,7 +81,7 @@ def test_without_a_command_there_is_help(argv: tuple[str, ...]) -> None:
 
 
 def test_the_help_is_there_at_once() -> None:
-    """Half a second on a quiet machine; what would make it slower is not even imported."""
+    """A third of a second of computing, however busy the machine is; what would make it slower is not even imported."""
     code = (
         "import sys; sys.argv = ['shardtune', '--help']\n"
         "from shardtune.cli.commands import main\ntry: main()\nfinally:\n"
@@ -90,11 +90,12 @@ def test_the_help_is_there_at_once() -> None:
     )
     seconds = []
     for _ in range(3):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.stderr == ""
-    assert min(seconds) < 1.5
+    assert 0 < min(seconds) < 1
 
 
 @pytest.mark.own_start

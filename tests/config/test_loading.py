@@ -347,7 +347,7 @@ def test_importing_the_config_is_quick_and_leaves_the_heavy_parts_out():
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
     results = [run.stdout.split() for run in runs]
     assert [heavy for _, *heavy in results] == [[], [], []]
-    assert min(float(seconds) for seconds, *_ in results) < 0.3
+    assert min(float(seconds) for seconds, *_ in results) < 0.6  # half as much on a quiet machine
 
 
 def test_a_recipe_that_a_program_wrote_as_json_keeps_its_emoji(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from shardtune.models.activation_checkpointing import PRODUCTS, checkpoint_arguments, keep_dear
+from shardtune.parallel.torch_private import selective_contexts
 
 LAYERS = 2
 ATEN = torch.ops.aten
@@ -91,6 +94,24 @@ def test_a_product_that_is_changed_in_place_is_computed_again(inside: bool, back
     assert len(found[0]) == 2 + inside
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-14)
+
+
+def test_what_is_saved_is_freed_without_a_search_for_garbage() -> None:
+    """Nothing that holds it is part of a cycle; a plan and the memory of a step depend on it."""
+
+    def policy(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return keep_dear(*args, **kwargs)
+
+    gone, ones = weakref.ref(policy), torch.ones(4, 4)
+    gc.disable()
+    try:
+        contexts = selective_contexts(policy)
+        with contexts[0]:
+            ones @ ones
+        del contexts, policy
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def kept(op: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:

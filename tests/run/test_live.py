@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -178,3 +179,19 @@ def test_the_import_of_torch_collects_no_garbage(monkeypatch: pytest.MonkeyPatch
         assert not gc.isenabled()
     assert gc.isenabled()
     assert frozen == [False]
+
+
+@pytest.mark.own_start
+@pytest.mark.parametrize("triton", [True, False])
+def test_the_end_searches_what_was_imported_only_for_triton(triton: bool) -> None:
+    """Its bindings print a report of leaks where that is left out, after every command."""
+    code = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"  # is called last
+        "from shardtune.cli.starting import importing\n"
+        "with importing(): made = [[] for _ in range(1000)]\n"
+        "assert gc.get_freeze_count() > 1000\n"
+        f"sys.modules.update({dict.fromkeys(['triton._C.libtriton'] if triton else [])})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(not triton)]

@@ -333,8 +333,9 @@ class Embedding(WholeStepAdapter, TextTask):
     # Metrics and predictions.
 
     def records(self, outputs: Outputs, batch: Batch) -> list[Record]:
-        arrays = {name: tensor.float().cpu().numpy() for name, tensor in outputs.items() if tensor.is_floating_point()}
-        arrays |= {name: tensor.cpu().numpy() for name, tensor in outputs.items() if name not in arrays}
+        numbers = {name: tensor for name, tensor in outputs.items() if tensor.is_floating_point()}
+        wide = {name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for name, tensor in numbers.items()}
+        arrays = {name: tensor.cpu().numpy() for name, tensor in {**outputs, **wide}.items()}
         return [{name: array[row] for name, array in arrays.items()} for row in range(len(arrays["query"]))]
 
     def predicted_outputs(self, model: nn.Module, batch: Batch) -> Outputs:

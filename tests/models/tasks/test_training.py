@@ -79,13 +79,14 @@ def train(recipe: dict[str, Any], final: Path, initial: Path | None = None) -> T
 
 
 class Lazy(dict[str, Trained]):
-    """The runs by task, each made when it is first asked for."""
+    """The runs by task, each made when it is first asked for, which may be in a test without gradients."""
 
     def __init__(self, make: Callable[[str], Trained]) -> None:
         self._make = make
 
     def __missing__(self, task: str) -> Trained:
-        self[task] = self._make(task)
+        with torch.enable_grad():
+            self[task] = self._make(task)
         return self[task]
 
 
