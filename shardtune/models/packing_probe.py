@@ -191,8 +191,8 @@ def _cannot_compute(root: LanguageRoot, row: Sample, reason: str, dtype: torch.d
         f"transformers' own forward of one row of {row.length} tokens fails{' in half precision' if half else ''}: "
         f"{reason}",
         where=f"{type(root.model).__name__}" + ("; actor.model.precision" if half else ""),
-        remedy="train it with actor.model.precision: fp32. Weights and buffers have the dtypes that from_pretrained gives "
-        "them, so the same call fails without shardtune: the model's code takes no half precision"
+        remedy="train it with actor.model.precision: fp32. Weights and buffers have the dtypes that from_pretrained "
+        "gives them, so the same call fails without shardtune: the model's code takes no half precision"
         if half
         else "the same call fails without shardtune: use a version of transformers, or packages, with which it works",
     )

@@ -326,8 +326,8 @@ def _has_zero_projector(model: nn.Module) -> bool:
 
 
 def _cast(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, torch.Tensor]:
-    """Pixels, or the values that their bytes stand for, in the dtype of the computation, which a model's first layer may
-    take alone (Chameleon), and all numbers of a proof in float64; otherwise unchanged."""
+    """Pixels, or the values that their bytes stand for, in the dtype of the computation, which a model's first layer
+    may take alone (Chameleon), and all numbers of a proof in float64; otherwise unchanged."""
     dtype = COMPUTE_DTYPE[precision]
 
     def is_cast(name: str, tensor: torch.Tensor) -> bool:
