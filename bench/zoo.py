@@ -153,9 +153,9 @@ def sentence(results: Sequence[Result]) -> str:
         f"Of {len(results)} architectures {exact} are exact: {count[PACKED]} pack rows; {count[BY_DOCUMENT]} pack them "
         "too, but layers with a state (linear attention, state spaces, short convolutions), whose kernels need a GPU, "
         f"run row by row; {count[BY_LENGTH]} train rows of one length together (encoders' code, attention of their own "
-        f"or to chosen tokens, which receive no boundaries of rows); {count[ONE_ROW]} take one row at a time (of images "
-        f"that cannot be joined). {count[REFUSED]} are refused before training ({refused}), {count[IMPOSSIBLE]} cannot "
-        f"be made small or offline here, {count[WRONG]} are wrong and {count[CRASHED]} crash."
+        f"or to chosen tokens, which receive no boundaries of rows); {count[ONE_ROW]} take one row at a time (whose "
+        f"images cannot be joined). {count[REFUSED]} are refused before training ({refused}), {count[IMPOSSIBLE]} "
+        f"cannot be made small or offline here, {count[WRONG]} are wrong and {count[CRASHED]} crash."
     )
 
 
