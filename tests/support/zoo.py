@@ -61,6 +61,7 @@ ATTENTION_DROPOUT = (
 )  # fmt: skip
 ROUTER_FACTOR = 0.5
 """Of a router's balance loss, so that it counts."""
+NO_BALANCE = "has no balance loss for its routers"
 UNCOMPUTABLE = "own forward of one row"
 PACKED, BY_DOCUMENT, BY_LENGTH, ONE_ROW = "packed", "packed, mixers by row", "rows of one length", "one row"
 REFUSED, IMPOSSIBLE, WRONG, CRASHED = "refused", "not built here", "WRONG", "CRASHED"
@@ -522,8 +523,20 @@ def in_other_ways(family: str, folder: Path, precision: str) -> dict[str, Any]:
         except Impossible:
             found[f"{name}_reason"] = "-"
         except Exception as error:  # whatever a model's code raises, or shardtune refuses
-            found[f"{name}_reason"] = f"{type(error).__name__}: {one_line(error)}"
+            found |= without_balance(name, error, family, changes, folder / f"{name}-plain", precision)
     return found
+
+
+def without_balance(
+    name: str, error: Exception, family: str, changes: Mapping[str, Any], folder: Path, precision: str
+) -> dict[str, Any]:
+    """The same where a router's balance loss is refused because the class of transformers has none; of any other error
+    the message."""
+    fewer = {key: value for key, value in changes.items() if not key.endswith("output_router_logits")}
+    if NO_BALANCE not in str(error):
+        return {f"{name}_reason": f"{type(error).__name__}: {one_line(error)}"}
+    away = with_settings(family, fewer, folder, precision)
+    return {name: away, f"{name}_reason": f"{away:.0e} (a balance loss is refused: the class has none)"}
 
 
 def in_bf16(material: Material, exact: Trained) -> dict[str, Any]:
