@@ -88,11 +88,11 @@ two greedy continuations, by shardtune in one batch; *LoRA* losses, norms, weigh
 PEFT. Of decoders also: *otherwise*, with embeddings tied the other way, the router's balance loss and a sliding window
 switched on, sharded by FSDP2 over a group of one rank and recomputed in the backward pass; *dropped*, with all of
 attention dropped out, where the config has such a probability. *bf16* is the first loss in bf16, against fp64. All are
-largest relative differences; exact is below 1e-6 (*final* 1e-5; *bf16* 0.05; in `fp64` 1e-4, in `fp32` 1e-2). In bf16
-shardtune casts all weights and keeps buffers in float32. The code of XGLM, MiniMax and GPT-1 adds such buffers to
-activations and then takes one dtype alone, that of Inkling 2 takes its router's weights in float32 alone (plain
-transformers keeps what each needs in `from_pretrained`), and that of xLSTM meets two dtypes in plain transformers too:
-these are refused in bf16, by a message that names fp32. `shardtune models` lists the exact ones."""
+largest relative differences; exact is below 1e-6 (*final* 1e-5; *bf16* 0.05; in `fp64` 1e-4, in `fp32` 1e-2), and no
+more rows may share a forward in bf16 than in fp64. In bf16 what transformers keeps in float32 stays so, and buffers do,
+unless a model's code takes one dtype alone (XGLM, MiniMax, GPT-1, Kosmos-2): then they are bf16 where `from_pretrained`
+has them so. The code of xLSTM meets two dtypes in plain transformers too, so it is refused in bf16, by a message that
+names fp32. `shardtune models` lists the exact ones."""
 HEADS = (
     "architecture", "trains", "numbers", "alone", "final", "answers", "LoRA", "otherwise", "dropped", "bf16", "why",
 )  # fmt: skip
@@ -150,10 +150,12 @@ def sentence(results: Sequence[Result]) -> str:
     )
     refused = "; ".join(f"{number} {words}" for words, number in why.most_common())
     return (
-        f"Of {len(results)} architectures {exact} are exact: {count[PACKED]} packed, {count[BY_DOCUMENT]} packed with "
-        f"their layers that have a state run row by row, {count[BY_LENGTH]} by length, {count[ONE_ROW]} one row at a "
-        f"time. {count[REFUSED]} are refused before training ({refused}), {count[IMPOSSIBLE]} cannot be made small or "
-        f"offline here, {count[WRONG]} are wrong and {count[CRASHED]} crash."
+        f"Of {len(results)} architectures {exact} are exact: {count[PACKED]} pack rows; {count[BY_DOCUMENT]} pack them "
+        "too, but layers with a state (linear attention, state spaces, short convolutions), whose kernels need a GPU, "
+        f"run row by row; {count[BY_LENGTH]} train rows of one length together (encoders' code, attention of their own "
+        f"or to chosen tokens, which receive no boundaries of rows); {count[ONE_ROW]} take one row at a time (whose "
+        f"images cannot be joined). {count[REFUSED]} are refused before training ({refused}), {count[IMPOSSIBLE]} "
+        f"cannot be made small or offline here, {count[WRONG]} are wrong and {count[CRASHED]} crash."
     )
 
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.core_model_loading import build_glob_alternation
 
 from shardtune.checkpoint.checksums import CHECKSUMS, add_checksums
 from shardtune.checkpoint.hf_conversion import disk_groups, to_disk
 from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
 from shardtune.errors import CheckpointError
 from shardtune.models.action.policy import SETTINGS, ActionSettings
+from shardtune.parallel.full_precision import kept_in_fp32
 from shardtune.parallel.meta_init import named_tensors
 
 _FILE = "model.safetensors"
@@ -106,13 +106,12 @@ def disk_dtype(model: nn.Module, dtype: torch.dtype | None) -> DiskDtype:
     Buffers keep theirs, and so do whole numbers. What transformers keeps in fp32 where it loads the model in half
     precision (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`) is written in fp32.
     """
-    kept = [*model._get_dtype_plan(dtype)] if isinstance(model, PreTrainedModel) and dtype is not None else []
-    pattern = build_glob_alternation(kept)[0] if kept else None
+    is_kept = kept_in_fp32(model, dtype) if isinstance(model, PreTrainedModel) and dtype is not None else None
 
     def of(name: str, tensor: torch.Tensor) -> torch.dtype:
         if dtype is None or not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
             return tensor.dtype
-        return torch.float32 if pattern is not None and pattern.search(name) else dtype
+        return torch.float32 if is_kept is not None and is_kept(name) else dtype
 
     return of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,10 +56,11 @@ from shardtune.models.loss import (
     linear_cross_entropy,
     router_balance,
 )
+from shardtune.models.mixed_precision import NarrowedBuffer, narrow_buffers
 from shardtune.models.mixers import Mixers
 from shardtune.models.packed_attention import DOCUMENTS, check_no_dropout
 from shardtune.models.packing_limit import PackingLimit
-from shardtune.models.packing_probe import AGREEMENT, probe_packing
+from shardtune.models.packing_probe import AGREEMENT, WITHOUT_BOUNDARIES, probe_packing
 from shardtune.models.pretrained import model_directory
 from shardtune.models.rescaling import keep_weights, restore_rescaling
 from shardtune.models.router_loss import RouterLoss
@@ -171,6 +173,7 @@ class CausalLM(LanguageModel):
         self.packs = self._by_length = False
         self._transform, self._other_transform = declared_transform(config), IDENTITY
         self._through_own_head = False
+        self._narrowed: dict[str, NarrowedBuffer] = {}
         self._leads = False  # whether the model's outputs may begin with positions that are no tokens
         self._packing_limit = PackingLimit.of(config)
         self._longest_row, self._packs_proved = 0, False
@@ -227,18 +230,31 @@ class CausalLM(LanguageModel):
             return
         set_attention(model, self._own_attention)
         self._mixers.run_row_by_row(False)
+        for buffer in self._narrowed.values():
+            buffer.remove()
         restore_rescaling(pretrained(model))
         if self._gradient_checkpointing:
             pretrained(model).activation_checkpointing_disable()
 
-    def _from_config(self) -> PreTrainedModel:
+    def narrow_buffers(self, model: nn.Module, dtype: torch.dtype) -> Sequence[str]:
+        """Let the model have those buffers in a half precision that `from_pretrained` has in it; returns their names.
+
+        None of a model that a registered function makes: what it gives in another precision is not known.
+        """
+        if self._make is None and not self._narrowed:
+            self._narrowed = narrow_buffers(pretrained(model), dtype, self._from_config)
+            return list(self._narrowed)
+        return []
+
+    def _from_config(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """The model that the config describes, in the dtype of trained weights or another."""
         implementation = None if self._requested_attention == "auto" else self._requested_attention
         try:
             if self._make is not None:
                 return pretrained(self._make())
             return self._auto.from_config(
-                self.config,
-                dtype=MASTER_DTYPE[self._precision],
+                self.config if dtype is None else copy.deepcopy(self.config),
+                dtype=dtype or MASTER_DTYPE[self._precision],
                 attn_implementation=implementation,
                 trust_remote_code=self._trust_remote_code,
             )
@@ -273,6 +289,11 @@ class CausalLM(LanguageModel):
         possible = self._mixes and self._sequence is None
         self._mixers.run_row_by_row(on and possible)
         return possible
+
+    @property
+    def leaks(self) -> str:
+        """Why packed rows cannot run through layers with a state together, as the layers show; empty if they may."""
+        return WITHOUT_BOUNDARIES if self._mixers.without_boundaries else ""
 
     def use_own_head(self) -> None:
         """Stop using the chunked head: logits come from the model's own forward, at supervised positions only."""

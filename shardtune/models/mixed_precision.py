@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardtune.parallel.buffers import statistical_norms
+from shardtune.parallel.full_precision import kept_in_fp32
 from shardtune.parallel.half_products import HALF
+from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.torch_private import contents, tree_map_only
 
 
@@ -45,3 +48,64 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
             if type(child).__module__.startswith("torch.nn.modules") and contents(child)[0]:
                 yield child
             yield from _layers(child)
+
+
+class NarrowedBuffer:
+    """A buffer that a module has in another dtype during its forwards, and only then.
+
+    A forward that changes it in place changes the buffer itself likewise.
+
+    Args:
+        module: has the buffer under `key`.
+        dtype: of the buffer during forwards.
+    """
+
+    def __init__(self, module: nn.Module, key: str, dtype: torch.dtype) -> None:
+        self._module, self._key, self._dtype = module, key, dtype
+        self._own = module.get_buffer(key)
+        self._hooks = (
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, always_call=True),
+        )
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, *_: object) -> None:
+        self._own = self._module.get_buffer(self._key)
+        setattr(self._module, self._key, self._own.to(self._dtype))
+
+    def _leave(self, *_: object) -> None:
+        narrowed = self._module.get_buffer(self._key)
+        if not narrowed.is_inference() and narrowed._version and narrowed.shape == self._own.shape:
+            self._own.copy_(narrowed)
+        setattr(self._module, self._key, self._own)
+
+
+def narrow_buffers(
+    model: PreTrainedModel, dtype: torch.dtype, build: Callable[[torch.dtype], PreTrainedModel]
+) -> dict[str, NarrowedBuffer]:
+    """Let a model have those buffers in a dtype, while it computes, that `from_pretrained` has in it.
+
+    That is for code that adds a table of positions to activations (XGLM) or multiplies them by decays (MiniMax), and
+    then takes one dtype alone. Frequencies of rotary positions, running statistics, and what a class keeps in fp32 stay
+    as they are.
+
+    Args:
+        model: computes in `dtype`.
+        dtype: bf16 or fp16.
+        build: makes such a model by its class, in a dtype.
+
+    Returns:
+        The buffers, by name.
+    """
+    with init_empty_weights():
+        declared = {name: buffer.dtype for name, buffer in build(dtype).named_buffers()}
+    is_kept, norms = kept_in_fp32(model, dtype), set(statistical_norms(model).values())
+    found: dict[str, NarrowedBuffer] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if declared.get(name) == dtype != buffer.dtype and not is_kept(name) and module not in norms:
+                found[name] = NarrowedBuffer(module, name.rpartition(".")[2], dtype)
+    return found

@@ -27,20 +27,25 @@ class Mixers:
 
     Args:
         layers: none within another.
+        without_boundaries: whether some have no kernel that receives where rows begin, so that packed rows have to run
+            through them one by one. In half precision the packing probe may not see what they leak.
     """
 
-    def __init__(self, layers: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, layers: Sequence[nn.Module] = (), *, without_boundaries: bool = False) -> None:
         self._layers = layers
+        self.without_boundaries = without_boundaries
         self._lengths: list[int] | None = None
         self._row_by_row = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Mixers:
-        """Those with a convolution over tokens of their own, which nearly all such layers have, in the language model;
-        the packing probe finds what others leak."""
-        layers = [layer for layer in model.get_decoder().modules() if _convolves(layer)]
-        inner = {id(child) for layer in layers for child in layer.modules() if child is not layer}
-        return cls([layer for layer in layers if id(layer) not in inner])
+        """Those in the language model with a convolution over tokens of their own, which nearly all such layers have,
+        and those that are called linear attention (MiniMax); the packing probe finds what others leak."""
+        modules = list(model.get_decoder().modules())
+        convolving = [layer for layer in modules if _convolves(layer)]
+        inner = {id(child) for layer in convolving for child in layer.modules() if child is not layer}
+        linear = [layer for layer in modules if _is_linear(layer) and not any(map(_has_state, _inside(layer)))]
+        return cls([layer for layer in convolving if id(layer) not in inner] + linear, without_boundaries=bool(linear))
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -95,6 +100,19 @@ class Mixers:
 
 def _convolves(layer: nn.Module) -> bool:
     return any(type(child) is nn.Conv1d for child in layer.children())
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """Whether a layer, or one around it, has linear attention by the config's `layer_types`, and no convolution."""
+    return vars(layer).get("layer_type") == "linear_attention" and not _convolves(layer)
+
+
+def _has_state(layer: nn.Module) -> bool:
+    return _convolves(layer) or _is_linear(layer)
+
+
+def _inside(layer: nn.Module) -> list[nn.Module]:
+    return [child for child in layer.modules() if child is not layer]
 
 
 def _part(value: Any, *, total: int, start: int, length: int) -> Any:

@@ -31,6 +31,8 @@ SAME_SHAPES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, 
 LONGEST_REASON = 200
 """Characters of an exception's message that a note repeats."""
 MIXED = "rows are packed, but each runs through its layers with a state by itself"
+WITHOUT_BOUNDARIES = "its linear attention does not receive where rows begin"
+NARROWED = "{} are in half precision while it computes, as its code takes one dtype alone"
 DIFFERS_FROM_EAGER = "its own attention differs from transformers' eager attention, and is used as it is"
 NOT_THE_MODELS = (torch.OutOfMemoryError, DistError)
 """Exceptions from which nothing follows about the model."""
@@ -44,6 +46,8 @@ class Choices(Protocol):
     @property
     def has_experts(self) -> bool: ...
     @property
+    def leaks(self) -> str: ...
+    @property
     def sliding_window(self) -> int | None: ...
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch: ...
     def shortened(self, sample: Sample, most: int) -> Sample: ...
@@ -53,6 +57,7 @@ class Choices(Protocol):
     def one_row_per_forward(self, model: nn.Module) -> None: ...
     def exchange_transform(self) -> bool: ...
     def use_own_head(self) -> None: ...
+    def narrow_buffers(self, model: nn.Module, dtype: torch.dtype) -> Sequence[str]: ...
 
 
 @torch.no_grad()
@@ -90,8 +95,7 @@ def probe_packing(
 def _choose(
     root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    reference = [_own_logits(root, adapter, row, device, dtype) for row in rows]
-    notes = []
+    reference, notes = _references(root, adapter, rows, device, dtype)
 
     def alone() -> bool:
         return all(
@@ -119,7 +123,7 @@ def _choose(
         return obstacle or _obstacle(together, "packed rows see each other in this model")
 
     if adapter.packs:
-        obstacle = when_packed()
+        obstacle = adapter.leaks or when_packed()
         if obstacle and adapter.mix_row_by_row(True) and not when_packed():
             notes.append(f"{obstacle}: {MIXED}")
         elif obstacle:
@@ -141,6 +145,28 @@ def _choose(
         else:
             notes.append("rows of one length share a forward")
     return notes
+
+
+def _references(
+    root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], list[str]]:
+    """The logits of each row by the model's own forward; where its code takes no two dtypes in half precision, with its
+    buffers in the dtypes of `from_pretrained`, and a sentence about that.
+
+    Raises:
+        ModelError: see `_own_logits`.
+    """
+
+    def computed() -> list[torch.Tensor]:
+        return [_own_logits(root, adapter, row, device, dtype) for row in rows]
+
+    try:
+        return computed(), []
+    except ModelError:
+        narrowed = adapter.narrow_buffers(root.model, dtype) if dtype in HALF else []
+        if not narrowed:
+            raise
+    return computed(), [NARROWED.format(", ".join(narrowed[:2]) + ", …" * (len(narrowed) > 2))]
 
 
 def _own_logits(
@@ -165,8 +191,8 @@ def _cannot_compute(root: LanguageRoot, row: Sample, reason: str, dtype: torch.d
         f"transformers' own forward of one row of {row.length} tokens fails{' in half precision' if half else ''}: "
         f"{reason}",
         where=f"{type(root.model).__name__}" + ("; actor.model.precision" if half else ""),
-        remedy="train it with actor.model.precision: fp32. In half precision all weights are cast and buffers are kept "
-        "in fp32, and the code of some models takes only one dtype, or some weights only in fp32"
+        remedy="train it with actor.model.precision: fp32. Weights and buffers have the dtypes that from_pretrained "
+        "gives them, so the same call fails without shardtune: the model's code takes no half precision"
         if half
         else "the same call fails without shardtune: use a version of transformers, or packages, with which it works",
     )

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from shardtune.errors import ParallelError
+from shardtune.parallel.adapted_names import without_adapter
 from shardtune.parallel.meta_init import local_offsets
 from shardtune.parallel.torch_private import contents
 
@@ -41,11 +42,6 @@ WHOLE = (
     "rowwise_split_input",
 )
 """Styles of layers that take and return whole tensors."""
-
-
-def without_adapter(name: str) -> str:
-    """The name that a module or parameter of a model has without adapters."""
-    return name.replace(".base_layer", "").replace(".token_adapter", "")
 
 
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -19,14 +19,6 @@ def statistical_norms(model: nn.Module) -> dict[str, NormBase]:
     }
 
 
-def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that stay in full precision when a model computes in half precision.
-
-    A norm with running statistics takes half-precision inputs, but its parameters must have the statistics' dtype.
-    """
-    return {parameter for norm in statistical_norms(model).values() for parameter in norm.parameters(recurse=False)}
-
-
 class Buffers:
     """The persistent buffers of a model, and what becomes of those that forwards change.
 

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from shardtune.parallel.buffers import norm_parameters
 from shardtune.parallel.direct_use import keeps_parts, operands
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.outputs import tensors_in
 from shardtune.parallel.parts import parts_of
 from shardtune.parallel.ranks import Ranks
@@ -67,13 +67,13 @@ class FlatSharding:
 def into_rows(sharding: FlatSharding) -> None:
     """Replace each parameter of a model by its rows on this rank; every rank has the same whole values, or none (meta).
 
-    Scalars, and parameters of norms that need full precision, stay whole on every rank, as with FSDP2.
+    Scalars, and parameters that need full precision, stay whole on every rank, as with FSDP2.
     """
     root, mesh = sharding.root, sharding.ranks.shard_mesh
     assert mesh is not None
     whole = {parameter for parameter in root.parameters() if parameter.ndim == 0}
     if COMPUTE_DTYPE[sharding.precision] != MASTER_DTYPE[sharding.precision]:
-        whole |= norm_parameters(root)
+        whole |= full_precision_parameters(root)
     for parameter, places in _places(root).items():
         if parameter not in whole:
             first, last = row_ranges(parameter.shape, mesh)[rank_in(mesh)]

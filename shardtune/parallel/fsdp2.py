@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin
 
-from shardtune.parallel.buffers import Buffers, norm_parameters
+from shardtune.parallel.buffers import Buffers
 from shardtune.parallel.direct_use import ShardedOperands
 from shardtune.parallel.free_memory import free_bytes
+from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.generation import alone
 from shardtune.parallel.parts import Gathering, gather_for_parts
 from shardtune.parallel.ranks import Ranks
@@ -60,8 +61,8 @@ def shard(
 
     Gradients are summed over ranks, not averaged: losses are divided by the step's weight beforehand. FSDP2 averages
     unless every one of its modules is set otherwise (the root alone is silently wrong), and gloo can only sum.
-    Scalar parameters, which FSDP2 cannot split, and those of norms that need full precision stay whole on every rank;
-    `Weights` sums their gradients.
+    Scalar parameters, which FSDP2 cannot split, and those that need full precision stay whole on every rank; `Weights`
+    sums their gradients.
 
     Args:
         root: the module that is called, on the meta device.
@@ -83,7 +84,7 @@ def shard(
     )
     whole = {parameter for parameter in root.parameters() if parameter.ndim == 0}
     if policy.param_dtype is not None:
-        whole |= norm_parameters(root)
+        whole |= full_precision_parameters(root)
     by_itself = {*units, *experts}
     innermost_first = [module for module in reversed(list(root.modules())) if module in by_itself]
     for unit in (*innermost_first, root):
@@ -207,7 +208,7 @@ class Weights:
         self._apart: list[str] = []
         self._narrowed: list[str] = []
         self._hooks: list[RemovableHandle] = []
-        full = norm_parameters(model)
+        full = full_precision_parameters(model)
         for name in self._whole if compute != master else ():
             parameter = self._computed[name]
             if not parameter.is_floating_point() or parameter.dtype == compute or parameter in full:

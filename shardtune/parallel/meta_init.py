@@ -15,6 +15,7 @@ from torch.utils import deterministic
 
 from shardtune.errors import ModelError
 from shardtune.parallel.buffers import statistical_norms
+from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.torch_private import apply_to_tensors, own_persistent_buffers, set_parameter
 
 
@@ -107,6 +108,7 @@ def materialise(
             where=type(root).__name__,
             remedy="compute it in forward, or register it with persistent=True",
         )
+    full = {id(parameter) for parameter in full_precision_parameters(root)}
     norms = statistical_norms(root).values()
     statistics = {id(tensor) for norm in norms for tensor in (*norm.buffers(recurse=False), *norm.parameters())}
 
@@ -117,7 +119,7 @@ def materialise(
             frozen is not None
             and target_dtype.is_floating_point
             and is_parameter
-            and not (tensor.requires_grad or of_norm)
+            and not (tensor.requires_grad or id(tensor) in full)
         ):
             target_dtype = frozen
         return (

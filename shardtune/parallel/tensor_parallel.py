@@ -19,7 +19,8 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace
 
 from shardtune.config.rank_layout import divides
 from shardtune.errors import ParallelError
-from shardtune.parallel.adapted_layers import WHOLE, base_modules, share_adapter, trains_rows, without_adapter
+from shardtune.parallel.adapted_layers import WHOLE, base_modules, share_adapter, trains_rows
+from shardtune.parallel.adapted_names import without_adapter
 from shardtune.parallel.collectives import replicated_input
 from shardtune.parallel.meta_init import local_offsets
 from shardtune.parallel.torch_private import quieten_redistribution, set_parameter

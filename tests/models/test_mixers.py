@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.models.lfm2_moe import modeling_lfm2_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -18,6 +19,7 @@ from shardtune.models.mixers import Mixers
 from shardtune.models.packing_probe import MIXED
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.training import quiet
+from tests.support.tiny_architectures import tiny_config
 from tests.support.zoo import by_shardtune, changed, decoder
 
 
@@ -97,6 +99,25 @@ def test_each_row_is_computed_by_itself_until_that_is_switched_off() -> None:
     assert layer(hidden, places=places)[0][0, :, 0].tolist() == [1, 3, 5, 7, 9]
     mixers.run_row_by_row(False)
     assert "forward" not in vars(layer)
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"), [("minimax", "MiniMaxLightningAttention"), ("qwen3_next", "Qwen3NextGatedDeltaNet")]
+)
+def test_linear_attention_is_found_with_a_convolution_or_without(family: str, layer: str) -> None:
+    """MiniMax's has none, nor a kernel that receives where rows begin."""
+    model = AutoModelForCausalLM.from_config(tiny_config(family, {}))
+    mixers = Mixers.of(model)
+    assert mixers.without_boundaries == (family == "minimax")
+    mixers.run_row_by_row(True)
+    assert {type(module).__name__ for module in model.modules() if "forward" in vars(module)} == {layer}
+
+
+@pytest.mark.lengthy
+def test_packed_rows_run_one_by_one_through_linear_attention_in_half_precision(tmp_path: Path) -> None:
+    """Where the packing probe's tolerance would let what they leak pass."""
+    values = changed(decoder("minimax", tmp_path, "fp32").values, actor={"model": {"precision": "bf16"}})
+    assert any(note.endswith(MIXED) for note in by_shardtune(changed(values, runner={"max_steps": 1})).notes)
 
 
 @pytest.mark.lengthy

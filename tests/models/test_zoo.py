@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from shardtune.config import load_recipe
 from shardtune.config.rank_layout import Layout
@@ -20,9 +23,12 @@ from shardtune.models.packing_limit import BLOCKS
 from shardtune.models.router_loss import RouterLoss
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import quiet
 from tests.support.tiny_architectures import tiny_config
+from tests.support.tiny_vision import ROWS_OF_IMAGES
 from tests.support.zoo import (
+    BF16,
     BY_DOCUMENT,
     BY_LENGTH,
     CAUSAL,
@@ -41,6 +47,7 @@ from tests.support.zoo import (
     throughout,
     trained,
     tried,
+    with_images,
     with_settings,
 )
 
@@ -132,15 +139,74 @@ def test_a_longer_row_of_a_file_that_is_read_later_is_refused(tmp_path: Path) ->
     worker.release()
 
 
-@pytest.mark.parametrize("family", ["xglm", "minimax", "openai-gpt", "inkling2_text", "xlstm"])
-def test_half_precision_that_a_models_code_does_not_take_is_refused(family: str, tmp_path: Path) -> None:
-    """Their code adds buffers, which are in fp32 here, to activations, or takes some weights in fp32 alone; xLSTM's
-    meets two dtypes in plain transformers too."""
-    values = changed(decoder(family, tmp_path, FP32).values, actor={"model": {"precision": "bf16"}})
+def test_half_precision_that_a_models_code_does_not_take_is_refused(tmp_path: Path) -> None:
+    """xLSTM's meets two dtypes in plain transformers too."""
+    values = changed(decoder("xlstm", tmp_path, FP32).values, actor={"model": {"precision": "bf16"}})
     with pytest.raises(ModelError, match=r"(?s)in half precision: RuntimeError: .* actor\.model\.precision: fp32"):
         by_shardtune(values)
+    with pytest.raises(RuntimeError, match="expected scalar type Float but found BFloat16"):
+        loaded(AutoModelForCausalLM, tmp_path, BF16)(torch.arange(9)[None])
     ours = by_shardtune(changed(values, actor={"model": {"precision": "fp32"}}, runner={"max_steps": 1}))
     assert len(ours.numbers) == 2
+
+
+IN_HALF = {"xglm": "embed_positions.weights", "minimax": "query_decay", "openai-gpt": "attn.bias"}
+"""Families whose code takes one dtype alone, and a buffer that plain transformers has in bf16."""
+
+
+@pytest.mark.parametrize("family", [*IN_HALF, "inkling2_text"])
+def test_in_half_precision_a_model_has_the_dtypes_of_from_pretrained(family: str, tmp_path: Path) -> None:
+    """Inkling 2 takes some weights in fp32 alone. `final/` has the buffers as they were."""
+    material = decoder(family, tmp_path, FP32)
+    values = changed(material.values, actor={"model": {"precision": "bf16"}}, runner={"max_steps": 1})
+    ours = by_shardtune(values, final=tmp_path / "final")
+    exact = trained(loaded(material.auto, tmp_path, FP32), material.rows(ours), 1)
+    assert relative(ours.numbers[:1], exact[:1]) < 1e-3
+    assert relative(ours.numbers, exact) < 1e-2
+    assert family not in IN_HALF or any(IN_HALF[family] in note for note in ours.notes)
+    assert isinstance(ours.answers, list)
+    models = (loaded(material.auto, place, FP32) for place in (tmp_path, tmp_path / "final"))
+    before, after = (dict(model.named_buffers()) for model in models)
+    assert all(torch.equal(buffer, after[name]) for name, buffer in before.items())
+
+
+def test_pixels_kept_as_bytes_have_the_dtype_of_the_computation(tmp_path: Path) -> None:
+    """LFM3-VL's first layer takes pixels in the dtype of its weights alone."""
+    values = changed(with_images("lfm3_vl", tmp_path, FP32, ROWS_OF_IMAGES[0]).values, runner={"max_steps": 1})
+    exact = by_shardtune(values)
+    ours = by_shardtune(changed(values, actor={"model": {"precision": "bf16"}}), prepared=exact.prepared)
+    assert relative(ours.numbers, exact.numbers) < 1e-2
+
+
+def numbers_and_dtypes(values: dict[str, Any]) -> tuple[list[float], dict[str, torch.dtype]]:
+    """Losses and gradient norms of two steps, and the dtypes that the model's weights have while it computes."""
+    worker = SFTWorker(load_recipe(values), report=quiet)
+    worker.setup()
+    found: dict[str, torch.dtype] = {}
+    for prefix, module in worker.inner_model.named_modules():
+
+        def note(module: nn.Module, *_: object, prefix: str = prefix) -> None:
+            found.update({f"{prefix}.{key}": p.dtype for key, p in module.named_parameters(recurse=False)})
+
+        module.register_forward_pre_hook(note)
+    numbers = []
+    for _ in range(2):
+        metrics = worker.run_training()
+        numbers += [metrics["train/loss"], metrics["train/grad_norm"]]
+    worker.release()
+    return numbers, found
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_that_transformers_keeps_in_fp32_are_so_on_any_ranks(lora: bool, tmp_path: Path) -> None:
+    model = {"precision": "bf16", "is_lora": lora, "lora": {"base_dtype": "bf16"} if lora else {}}
+    values = changed(decoder("ernie4_5_moe", tmp_path, FP32).values, actor={"model": model})
+    alone, found = numbers_and_dtypes(values)
+    (both, on_ranks), _ = run_ranks(numbers_and_dtypes, 2, values)
+    assert both == pytest.approx(alone, rel=1e-2)
+    for dtypes in (found, on_ranks):
+        assert {dtype for name, dtype in dtypes.items() if "gate.weight" in name} == {torch.float32}
+        assert {dtype for name, dtype in dtypes.items() if "q_proj.weight" in name} <= {torch.bfloat16}
 
 
 def test_a_routers_balance_loss_is_that_of_transformers_under_any_name(tmp_path: Path) -> None:

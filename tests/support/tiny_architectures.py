@@ -200,7 +200,23 @@ class Impossible(Exception):
 
 _ROTARY = {"rotary_dim": 8}
 _HEADS_OF_8 = {"head_dim": 8, "num_key_value_heads": 2}
-_ASSISTANT = {"text_config.num_kv_shared_layers": 0, "text_config.hidden_size_per_layer_input": 0}
+_ASSISTANT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": 0,
+}
+"""The text config of a Gemma 4 assistant, whose class cannot be made with its own defaults."""
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 QSA = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -275,7 +291,16 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
         "audio_config.adapter_input_size": 32,
         "audio_config.adapter_out_dim": 32,
     },
-    "gemma4_unified_assistant": _ASSISTANT,
-    "gemma4_assistant": _ASSISTANT,
+    "gemma4_unified_assistant": {
+        "backbone_hidden_size": 32,
+        "text_config": {"model_type": "gemma4_unified_text", **_ASSISTANT},
+    },
+    "gemma4_assistant": {"backbone_hidden_size": 32, "text_config": {"model_type": "gemma4_text", **_ASSISTANT}},
+    "flint": {"mlp_only_layers": [0]},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0, "attn_config.kv_n_heads": 2},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+    },
 }
 """What single families need besides small sizes."""

@@ -241,7 +241,10 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     "glm46v": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "paddleocr_vl": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "ernie4_5_vl_moe": {
-        "config": {"text_config.moe_intermediate_size": [16, 16]},
+        "config": {
+            "text_config.moe_intermediate_size": [16, 16],
+            "text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
+        },
         "named": {"video_end_token": "<vide>", "video_start_token": "<vids>"},
     },
     "lighton_ocr": {"named": {"image_break_token": "<ibr>"}},
@@ -347,7 +350,47 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "ids": {"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"},
         "config": {"text_config.rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     },
-    "hunyuan_vl": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}}},
+    "hunyuan_vl": {
+        "writes": "<is><image><ie>",
+        "config": {
+            "text_config.head_dim": 8,
+            "text_config.num_key_value_heads": 2,
+            "text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]},
+        },
+    },
+    "granite4_vision": {
+        "config": {
+            **_GRID,
+            "vision_config.hidden_size": 64,
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[-1, 0]],
+            "spatial_target_layers": [1, 1, 1, 1],
+        },
+        "pixels": _GRID,
+        "processor": {"patch_size": 14, "vision_feature_select_strategy": "full", "downsample_rate": "1/2"},
+    },
+    "deepseek_ocr2": {
+        "config": {
+            "text_config.mlp_layer_types": ["dense", "sparse"],
+            "vision_config.sam_config.downsample_channels": [16, 32],
+        },
+    },
+    "emu3": {
+        "named": {"image_wrapper_token": "<|image token|>", "eof_token": "<eof>"},
+        "special": {"bos_token": "<bos>"},
+        "config": {
+            "vocabulary_map": {
+                "<image>": 261, "<|extra_200|>": 299, **{f"<|visual token {n:06d}|>": 300 + n for n in range(8)},
+            },
+            "vq_config.codebook_size": 8,
+            "vq_config.embed_dim": 8,
+            "vq_config.latent_channels": 8,
+            "vq_config.base_channels": 32,
+            "vq_config.channel_multiplier": [1, 1, 1, 1],
+            "vq_config.num_res_blocks": 1,
+            "vq_config.attn_resolutions": [],
+        },
+    },  # fmt: skip
     "chameleon": {
         "config": {
             "vocabulary_map": {"<image>": 261, **{f"IMGIMG{'ABCDEFGH'[number]}Z": 300 + number for number in range(8)}},

@@ -41,9 +41,9 @@ LR = 1e-3
 NEW_TOKENS = 5
 PROMPTS = (0, 2)
 """Rows of different lengths whose prompts are answered together."""
-THROUGHOUT, FP64, FP32 = "fp64 throughout", "fp64", "fp32"
+THROUGHOUT, FP64, FP32, BF16 = "fp64 throughout", "fp64", "fp32", "bf16"
 """How the numbers are computed: in float64 even where the model's code chooses float32; in float64 but for that; in
-float32, where the model's code takes nothing else."""
+float32, where the model's code takes nothing else. In bf16 the first loss alone is compared."""
 PRECISION = {THROUGHOUT: FP64, FP64: FP64, FP32: FP32}
 """As a recipe names it."""
 LESS = {THROUGHOUT: FP64, FP64: FP32}
@@ -54,13 +54,14 @@ FINAL = {precision: 10 * within for precision, within in WITHIN.items()}
 """Likewise of the weights, relative to how far they have moved."""
 WITHIN_BF16 = 0.05
 """Likewise of the first loss in bf16 from that in float64."""
-DTYPE = {THROUGHOUT: torch.float64, FP64: torch.float64, FP32: torch.float32, "bf16": torch.bfloat16}
+DTYPE = {THROUGHOUT: torch.float64, FP64: torch.float64, FP32: torch.float32, BF16: torch.bfloat16}
 ATTENTION_DROPOUT = (
     "attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout_prob",
     "attention_dropout_prob", "attn_dropout_rate",
 )  # fmt: skip
 ROUTER_FACTOR = 0.5
 """Of a router's balance loss, so that it counts."""
+NO_BALANCE = "has no balance loss for its routers"
 UNCOMPUTABLE = "own forward of one row"
 PACKED, BY_DOCUMENT, BY_LENGTH, ONE_ROW = "packed", "packed, mixers by row", "rows of one length", "one row"
 REFUSED, IMPOSSIBLE, WRONG, CRASHED = "refused", "not built here", "WRONG", "CRASHED"
@@ -522,15 +523,30 @@ def in_other_ways(family: str, folder: Path, precision: str) -> dict[str, Any]:
         except Impossible:
             found[f"{name}_reason"] = "-"
         except Exception as error:  # whatever a model's code raises, or shardtune refuses
-            found[f"{name}_reason"] = f"{type(error).__name__}: {one_line(error)}"
+            found |= without_balance(name, error, family, changes, folder / f"{name}-plain", precision)
     return found
+
+
+def without_balance(
+    name: str, error: Exception, family: str, changes: Mapping[str, Any], folder: Path, precision: str
+) -> dict[str, Any]:
+    """The same where a router's balance loss is refused because the class of transformers has none; of any other error
+    the message."""
+    fewer = {key: value for key, value in changes.items() if not key.endswith("output_router_logits")}
+    if NO_BALANCE not in str(error):
+        return {f"{name}_reason": f"{type(error).__name__}: {one_line(error)}"}
+    away = with_settings(family, fewer, folder, precision)
+    return {name: away, f"{name}_reason": f"{away:.0e} (a balance loss is refused: the class has none)"}
 
 
 def in_bf16(material: Material, exact: Trained) -> dict[str, Any]:
     """The relative difference of the first loss in bf16, or why there is none."""
     values = changed(material.values, runner={"max_steps": 1}, actor={"model": {"precision": "bf16"}})
     try:
-        return {"bf16": relative(by_shardtune(values, prepared=exact.prepared).numbers[:1], exact.numbers[:1])}
+        ours = by_shardtune(values, prepared=exact.prepared)
+        if HOW.index(ours.how) < HOW.index(exact.how):
+            return {"bf16": math.inf, "bf16_reason": f"{ours.how}, which is not exact"}
+        return {"bf16": relative(ours.numbers[:1], exact.numbers[:1])}
     except Exception as error:  # whatever a model's code raises, or shardtune refuses
         return {"bf16_reason": f"{type(error).__name__}: {one_line(error)}"}
 

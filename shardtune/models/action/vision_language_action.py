@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -83,16 +84,17 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             return openvla_images(processor, self.config)
         return image_text(processor)
 
-    def _from_config(self) -> PreTrainedModel:
+    def _from_config(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
         if self._make is not None:
-            return super()._from_config()
+            return super()._from_config(dtype)
         if isinstance(self.config, OpenVLAConfig):
             kind: Any = OpenVLAForActionPrediction
         else:
             kind = action_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)])
         implementation = None if self._requested_attention == "auto" else self._requested_attention
         try:
-            return kind._from_config(self.config, dtype=torch.float32, attn_implementation=implementation)
+            config = self.config if dtype is None else copy.deepcopy(self.config)
+            return kind._from_config(config, dtype=dtype or torch.float32, attn_implementation=implementation)
         except (ValueError, ImportError, KeyError) as error:
             raise ModelError(
                 f"transformers cannot build a {self._kind} of type {self.config.model_type!r}: {error}",

@@ -29,6 +29,8 @@ _VIDEO = "video_processor"
 class _NoVideo:
     """In the place of a video processor: every setting is None."""
 
+    font = ""  # a file that Ernie 4.5-VL's processor copies where there is one
+
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -37,6 +37,7 @@ from shardtune.data.images.images import (
     read_image,
     to_fields,
 )
+from shardtune.data.images.pixel_bytes import TABLE
 from shardtune.data.images.pixel_cache import PixelCache, PixelReader, pixel_key
 from shardtune.data.images.placeholders import BLANK, AppliedImages, ImageText
 from shardtune.data.images.whole_row_encoder import WholeRowEncoder
@@ -325,12 +326,12 @@ def _has_zero_projector(model: nn.Module) -> bool:
 
 
 def _cast(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, torch.Tensor]:
-    """Pixels in the dtype of the computation, which a model's first layer may take alone (Chameleon), and all numbers
-    of a proof in float64; otherwise unchanged."""
+    """Pixels, or the values that their bytes stand for, in the dtype of the computation, which a model's first layer
+    may take alone (Chameleon), and all numbers of a proof in float64; otherwise unchanged."""
     dtype = COMPUTE_DTYPE[precision]
 
     def is_cast(name: str, tensor: torch.Tensor) -> bool:
-        return tensor.is_floating_point() and (precision == "fp64" or "pixel_values" in name)
+        return tensor.is_floating_point() and (precision == "fp64" or "pixel_values" in name or name == TABLE)
 
     return {name: tensor.to(dtype) if is_cast(name, tensor) else tensor for name, tensor in fields.items()}
 

@@ -1,0 +1,50 @@
+"""Parameters that stay in full precision when a model computes in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+
+from shardtune.parallel.adapted_names import without_adapter
+from shardtune.parallel.buffers import statistical_norms
+
+
+def full_precision_parameters(root: nn.Module) -> set[nn.Parameter]:
+    """The parameters of a module that stay in full precision when it computes in half precision.
+
+    Those of a norm with running statistics, which takes half-precision inputs, but parameters in the statistics' dtype
+    alone. And those that transformers keeps in fp32 where it loads a model in half precision, such as routers and short
+    convolutions: the code of some models takes them in no other dtype (Inkling 2). Embeddings and heads are computed in
+    half precision whatever a class declares (Hunyuan 4): they are large, and whole weights are on every rank.
+    """
+    norms = {parameter for norm in statistical_norms(root).values() for parameter in norm.parameters(recurse=False)}
+    return norms.union(*(_kept(model) for model in _outermost(root)))
+
+
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Whether transformers has a parameter in fp32 where it loads a model in a dtype, by the parameter's name
+    (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`)."""
+    declared = [*model._get_dtype_plan(dtype)]
+    pattern = build_glob_alternation([*declared])[0] if declared else None
+    return lambda name: pattern is not None and pattern.search(without_adapter(name)) is not None
+
+
+def _kept(model: PreTrainedModel) -> set[nn.Parameter]:
+    """What is kept whatever the half precision: in bf16; the rest, for fp16 alone, is about the range of weights."""
+    is_kept = kept_in_fp32(model, torch.bfloat16)
+    outer = (model.get_input_embeddings(), model.get_output_embeddings())
+    apart = {parameter for module in outer if module is not None for parameter in module.parameters()}
+    return {parameter for name, parameter in model.named_parameters() if is_kept(name)} - apart
+
+
+def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """The models of transformers in a module that are in no other; each declares what its parts do."""
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
