@@ -12,7 +12,7 @@ from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.full_precision import kept_in_fp32
 from shardtune.parallel.half_products import HALF
 from shardtune.parallel.meta_init import init_empty_weights
-from shardtune.parallel.torch_private import contents, tree_map_only
+from shardtune.parallel.torch_private import changes_in_place, contents, tree_map_only
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -78,7 +78,7 @@ class NarrowedBuffer:
 
     def _leave(self, *_: object) -> None:
         narrowed = self._module.get_buffer(self._key)
-        if not narrowed.is_inference() and narrowed._version and narrowed.shape == self._own.shape:
+        if not narrowed.is_inference() and changes_in_place(narrowed) and narrowed.shape == self._own.shape:
             self._own.copy_(narrowed)
         setattr(self._module, self._key, self._own)
 

@@ -122,6 +122,11 @@ def selective_contexts(policy: Policy) -> tuple[AbstractContextManager[object], 
     return computing(), computing_again()
 
 
+def changes_in_place(tensor: torch.Tensor) -> int:
+    """How many times a tensor has been changed in place; the public names only raise where that matters."""
+    return tensor._version
+
+
 grouped_product = torch._grouped_mm
 """Products of groups of rows, as the experts of transformers call it; the public one is `F.grouped_mm`."""
 

@@ -380,7 +380,9 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "special": {"bos_token": "<bos>"},
         "config": {
             "vocabulary_map": {
-                "<image>": 261, "<|extra_200|>": 299, **{f"<|visual token {n:06d}|>": 300 + n for n in range(8)},
+                "<image>": 261,
+                "<|extra_200|>": 299,
+                **{f"<|visual token {n:06d}|>": 300 + n for n in range(8)},
             },
             "vq_config.codebook_size": 8,
             "vq_config.embed_dim": 8,
@@ -390,7 +392,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
             "vq_config.num_res_blocks": 1,
             "vq_config.attn_resolutions": [],
         },
-    },  # fmt: skip
+    },
     "chameleon": {
         "config": {
             "vocabulary_map": {"<image>": 261, **{f"IMGIMG{'ABCDEFGH'[number]}Z": 300 + number for number in range(8)}},
