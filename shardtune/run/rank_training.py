@@ -14,6 +14,7 @@ from shardtune.checkpoint.atomic import write_json
 from shardtune.checkpoint.verified import sound_first
 from shardtune.config import Recipe
 from shardtune.data.cache.by_file import RowsByFile
+from shardtune.data.loader.step_loader import StepLoader
 from shardtune.launch.events import write_event
 from shardtune.launch.local import is_launched, report_begun
 from shardtune.launch.outcome import recorded_end
@@ -103,7 +104,7 @@ class RankTraining:
         """The plan with the checkpoints that are not damaged; their data have to be the recipe's."""
         report = silent if self._display is None else self._display.report
         sound = sound_first((newest, *plan.older), self._worker.ranks, report)
-        check_same_data(sound[0], self._worker.task.data_files(), self._recipe.runner.allow_changes)
+        check_same_data(sound[0], self._worker.task, self._recipe.runner.allow_changes)
         check_same_teacher(sound[0].resolve().parent.parent, self._recipe)
         self._notes = self._worker.ranks.broadcast(input_notes(sound[0].resolve().parent.parent, self._inputs))
         return replace(plan, resume_from=sound[0], older=tuple(sound[1:]))
@@ -244,7 +245,9 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
 
 
 def _describe_data(worker: FSDPSftWorker) -> dict[str, object]:
-    return {**worker.task.describe_data(), "rows_per_epoch": worker.loader.num_samples}
+    loader = worker.loader
+    counted = not isinstance(loader, StepLoader) or loader.is_counted
+    return {**worker.task.describe_data(), "rows_per_epoch": loader.num_samples if counted else None}
 
 
 def _device_in_words(device: torch.device) -> str:
