@@ -38,6 +38,7 @@ from shardtune.run.directory import (
 from shardtune.run.display import Display, shown_path
 from shardtune.run.dropped_rows import DroppedByFile, noted_before
 from shardtune.run.final import FinalScore, check_final, write_final
+from shardtune.run.identity import MANIFEST, read_manifest
 from shardtune.run.inputs import (
     KNOWN,
     Inputs,
@@ -203,11 +204,19 @@ class RankTraining:
             PROGRESS.during(WRITING_FINAL),
             recorded_end(run_dir, lambda: step, ranks=ranks.world_size, is_main=ranks.is_main),
         ):
+            on_main(ranks, self._record_files)
             score = write_final(self._recipe, run_dir, self._worker, ended=ended)
             on_main(ranks, partial(record_models, run_dir, object_inputs(self._recipe, self._objects)))
         if ranks.is_main:
             write_event(run_dir, "end", step=step, ranks=ranks.world_size, reason=ended)
         return score
+
+    def _record_files(self) -> None:
+        """Add to the manifest what is known of files that were read while training went on."""
+        if isinstance(self._worker.task.rows, RowsByFile):
+            manifest = read_manifest(self._plan.run_dir)
+            data = {**manifest["data"], "train": self._worker.task.data_files()}
+            write_json(self._plan.run_dir / MANIFEST, {**manifest, "data": data})
 
     def _during(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self._display is None else self._display.during(what)

@@ -21,6 +21,7 @@ import shardtune
 from shardtune.data.cache.ahead import FilesAhead
 from shardtune.data.loader.order import derive_seed, permute
 from shardtune.errors import CheckpointError, DataError
+from shardtune.run.diff.circumstances import files_read
 from tests.support.dist.parity import EXACT
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import Trace, flat_script, recipe, run_recipe, save_model, save_rows
@@ -168,6 +169,7 @@ def test_before_the_first_step_other_files_are_only_looked_at(tiny: Tiny, monkey
     assert len([*folder.glob("entries/*/[!.]*")]) == 1
     manifest = json.loads((tiny.run("first") / "manifest.json").read_text())["data"]
     assert [manifest["rows_per_epoch"], len([one for one in manifest["train"] if one["rows"]])] == [None, 1]
+    assert [one["file"] for one in manifest["train"] if one["content"]] == [str(tiny.folder / "parts" / first)]
 
 
 def test_changed_files_are_refused_by_name(tiny: Tiny) -> None:
@@ -256,3 +258,12 @@ def test_faults_of_a_later_file(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -
         shardtune.train(recipe, "data.on_bad_row=skip", allowed, "runner.max_steps=10")
     assert "1 of 6 rows skipped, not usable" in capfd.readouterr().err
     assert torch.isfinite(torch.tensor(lines(tiny.run("faulty"))[-1]["train/loss"]))
+
+
+def test_runs_that_read_files_of_other_content_differ_in_these() -> None:
+    """A file that one of them has not read is not compared."""
+    one, other = (
+        [{"file": f"{number}.jsonl", "content": content} for number, content in enumerate(contents)]
+        for contents in (("a", "b", "c", None), ("a", "x", None, "d"))
+    )
+    assert [difference.name for difference in files_read(one, other)] == ["training file 1.jsonl"]
