@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -88,6 +88,7 @@ class Batch:
         lengths: int64 [rows] by name: the length of each row of a padded field, without padding. Of a field with more
             dimensions those along the second and further ones are under `name:2`, `name:3`, counted as in the batch.
         key: of the rows' random numbers; it stands for seed and step, in evaluation for the seed alone.
+        numbered: gives the numbers of rows by which random ones are drawn; None: those in `rows`.
     """
 
     rows: tuple[int, ...]
@@ -95,6 +96,7 @@ class Batch:
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
     lengths: Mapping[str, torch.Tensor] = field(default_factory=dict)
     key: int = 0
+    numbered: Callable[[Sequence[int]], Sequence[int]] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.fields:
@@ -134,11 +136,16 @@ class Batch:
             name: of this draw; draws of other names are independent, those of the same name are the same numbers.
             tensor: with one entry per row in its first dimension; for one that is not floating the numbers are fp32.
         """
-        return RowDraws(self.key, self.rows).randn_like(name, tensor)
+        return self.draws.randn_like(name, tensor)
 
     def rand_like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Uniform numbers in [0, 1), otherwise as `randn_like`."""
-        return RowDraws(self.key, self.rows).rand_like(name, tensor)
+        return self.draws.rand_like(name, tensor)
+
+    @property
+    def draws(self) -> RowDraws:
+        """Random numbers of its rows."""
+        return RowDraws(self.key, self.rows if self.numbered is None else self.numbered(self.rows))
 
     @property
     def num_rows(self) -> int:

@@ -10,11 +10,14 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardtune.data.checksum import is_sealed, sealed
 from shardtune.errors import DataError, printable
+
+T = TypeVar("T")
 
 # A file changed this recently may change again without its time stamp moving, so its hash is not remembered.
 _SETTLED_SECONDS = 2.0
@@ -61,8 +64,22 @@ def file_digest(path: Path, root: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
-    status = path.stat()
-    return _remembered(str(path.absolute()), _facts(status), [status], root, read)
+    return _remembered(_DIGESTS, str(path.absolute()), [path.stat()], root, read)
+
+
+def known_digest(path: Path, root: Path) -> str | None:
+    """The hash of a file's bytes, if the cache remembers it; the file is not read."""
+    found = _recall(_memo(_DIGESTS, str(path.absolute()), root), _DIGESTS, _facts(path.stat()))
+    return None if found is None else str(found)
+
+
+def row_count(path: Path, kind: str, root: Path, count: Callable[[], int]) -> int:
+    """How many rows `count` finds in a file; remembered in the cache like `file_digest`.
+
+    Args:
+        kind: of the file, and whatever else the number depends on.
+    """
+    return int(_remembered(_ROW_COUNTS, f"{path.absolute()} {kind}", [path.stat()], root, count))
 
 
 def files_digest(folder: Path, files: Sequence[Path], root: Path) -> str:
@@ -76,29 +93,59 @@ def files_digest(folder: Path, files: Sequence[Path], root: Path) -> str:
         content = [[name, file_digest(file, root)] for name, file in zip(names, files, strict=True)]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=20).hexdigest()
 
-    return _remembered(f"{folder.absolute()}/*", [whole], states, root, read)
+    return _remembered(_DIGESTS, f"{folder.absolute()}/*", states, root, read, seen=[whole])
 
 
 def _facts(status: os.stat_result) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def _remembered(
-    name: str, seen: list[Any], states: Sequence[os.stat_result], root: Path, read: Callable[[], str]
-) -> str:
-    """A hash that was read when files looked as they do now, or that is read."""
-    memo = root / "hashes" / (hashlib.blake2b(name.encode(), digest_size=20).hexdigest() + ".json")
+@dataclass(frozen=True, slots=True)
+class _Memos:
+    """Values of files that the cache remembers: the folder they are in, and the key of the value."""
+
+    folder: str
+    key: str
+
+
+_DIGESTS, _ROW_COUNTS = _Memos("hashes", "digest"), _Memos("row_counts", "rows")
+
+
+def _memo(memos: _Memos, name: str, root: Path) -> Path:
+    return root / memos.folder / (hashlib.blake2b(name.encode(), digest_size=20).hexdigest() + ".json")
+
+
+def _recall(memo: Path, memos: _Memos, seen: list[Any]) -> Any:
+    """The value that was read when files looked as they do now; None if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         remembered = json.loads(memo.read_text())
         if is_sealed(remembered) and remembered["seen"] == seen:
-            return remembered["digest"]
-    digest = read()
+            return remembered[memos.key]
+    return None
+
+
+def _remembered(
+    memos: _Memos,
+    name: str,
+    states: Sequence[os.stat_result],
+    root: Path,
+    read: Callable[[], T],
+    seen: list[Any] | None = None,
+) -> T:
+    """A value that was read when files looked as they do now, or that is read."""
+    facts = _facts(states[0]) if seen is None else seen
+    memo = _memo(memos, name, root)
+    value = _recall(memo, memos, facts)
+    if value is not None:
+        return value
+    value = read()
     newest = max((max(status.st_mtime, status.st_ctime) for status in states), default=0.0)
     if time.time() - newest > _SETTLED_SECONDS:
         with suppress(OSError):
             memo.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(memo, json.dumps(sealed({"seen": seen, "digest": digest})).encode())
-    return digest
+            # A torn one has another checksum, so there is no need to wait for the disk: 5 ms a file.
+            write_atomically(memo, json.dumps(sealed({"seen": facts, memos.key: value})).encode(), sync=False)
+    return value
 
 
 def content_size(path: Path) -> int:
@@ -108,13 +155,18 @@ def content_size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a small file so that readers get the old or the new content, never a part."""
+def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Writes a small file so that readers get the old or the new content, never a part.
+
+    Args:
+        sync: wait until it is on the disk; without that, a machine that loses power may leave a part of it.
+    """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with partial.open("wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     partial.replace(path)
 
 

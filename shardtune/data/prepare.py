@@ -11,7 +11,7 @@ import numpy as np
 
 from shardtune.batch import Sample
 from shardtune.config import Recipe
-from shardtune.data.cache.by_file import TrainingRows, open_by_file
+from shardtune.data.cache.by_file import RowsByFile, TrainingRows, open_by_file
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.encoder import Encoder, frames_of
@@ -50,12 +50,12 @@ class PreparedData:
 
         Without `train` where its files are tokenised one by one.
         """
-        train = self.train
-        sets = {} if self.whole is None else {"train": self.whole}
+        whole = self.whole
+        sets = {} if whole is None else {"train": whole}
         others = {f"eval/{name}" if name else "eval": rows for name, rows in self.evals.items()}
         return {
             **sets,
-            **{name: rows for name, rows in others.items() if train is None or not rows.shares_files(train)},
+            **{name: rows for name, rows in others.items() if whole is None or not rows.shares_files(whole)},
         }
 
     def dropped(self) -> Iterator[dict[str, object]]:
@@ -157,6 +157,21 @@ def _require_rows(rows: TokenDataset, where: str, spec: object) -> None:
         )
 
 
+class _Alike:
+    """One value for each row."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def __getitem__(self, rows: np.ndarray | int, /) -> np.ndarray:
+        return np.full(np.shape(rows), self._value, np.float64)
+
+
+def _alike(rows: TrainingRows, value: float) -> Column:
+    """One value for each row; as an array where the number of rows is known."""
+    return _Alike(value) if isinstance(rows, RowsByFile) else np.broadcast_to(np.float64(value), len(rows))
+
+
 class WeighedRows:
     """Encoded rows with every loss term of a model: those in the index, and those that weigh each row alike.
 
@@ -167,7 +182,7 @@ class WeighedRows:
 
     def __init__(self, rows: TrainingRows, row_terms: Mapping[str, float]) -> None:
         self._rows = rows
-        alike = {name: np.broadcast_to(np.float64(value), len(rows)) for name, value in row_terms.items()}
+        alike = {name: _alike(rows, value) for name, value in row_terms.items()}
         self._weights: dict[str, Column] = {**rows.term_weights, **alike}
 
     @property

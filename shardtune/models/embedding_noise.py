@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from shardtune.batch import PackedBatch
-from shardtune.batch.row_draws import RowDraws
 from shardtune.models.sequence_part import SequencePart
 
 NAME = "neftune"
@@ -39,7 +38,7 @@ def embedding_noise(
     if part is not None:
         document, places = part.cut(document), part.cut(places)
         length = part.cut(length).clamp_(min=1)  # filled up with zeros to one size on all ranks
-    draws = RowDraws(batch.key, batch.rows)
+    draws = batch.draws
 
     def add(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         flat = output.reshape(-1, output.shape[-1])

@@ -187,6 +187,9 @@ class Display:
         table, trained = Table.grid(padding=(0, 2)), adapters_in_brief(summary.trained)
         share = summary.trainable / max(1, summary.parameters)
         tokens = f"{summary.tokens:,} tokens ({summary.targets:,.0f} trained), " if summary.tokens is not None else ""
+        epoch = summary.files
+        if summary.rows is not None and summary.steps_per_epoch is not None:
+            epoch = f"{summary.rows:,} rows, {tokens}{summary.steps_per_epoch:,} steps"
         lines = [
             ("model", f"{summary.model}, {count(summary.parameters)} parameters, {share:.2%} trained"),
             *(
@@ -197,7 +200,7 @@ class Display:
             ("numbers", summary.dtypes),
             ("ranks", summary.ranks),
             *([("packing", summary.attention)] if summary.attention else []),
-            ("epoch", f"{summary.rows:,} rows, {tokens}{summary.steps_per_epoch:,} steps"),
+            ("epoch", epoch),
             ("training", f"{summary.total_steps:,} step{'' if summary.total_steps == 1 else 's'}"),
         ]
         sets = ", ".join(

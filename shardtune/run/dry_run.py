@@ -32,6 +32,7 @@ from shardtune.run.display import Display, count
 from shardtune.run.push import check_push
 from shardtune.training.callbacks import load_callbacks
 from shardtune.training.loggers import check_logger
+from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
@@ -127,7 +128,7 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
     where = model.model_path if model.model_path and not model.from_scratch else "drawn from the seed"
     lines = [
         f"✓ model weights: {summary.model} of {count(summary.parameters)} parameters, {where}",
-        f"✓ training data: {summary.rows:,} rows in {summary.steps_per_epoch:,} steps",
+        f"✓ training data: {_epoch(summary)}",
         f"✓ format: {_format(worker)}",
         f"✓ supervision target: a loss of {metrics['train/loss']:.4f} over {_targets(worker, metrics)} of the first "
         f"step, with a gradient of norm {metrics['train/grad_norm']:.3f}",
@@ -143,6 +144,13 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
     if not worker.evaluates:
         lines.append("– evaluation data: none, so only the training loss is watched (data.eval_data_paths is null)")
     return lines
+
+
+def _epoch(summary: RunSummary) -> str:
+    """The rows and steps of an epoch, or its files where they are not counted."""
+    if summary.rows is None or summary.steps_per_epoch is None:
+        return summary.files
+    return f"{summary.rows:,} rows in {summary.steps_per_epoch:,} steps"
 
 
 def _targets(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:

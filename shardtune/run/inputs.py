@@ -13,14 +13,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.checkpoint.atomic import write_json
+from shardtune.checkpoint.store import CheckpointStore
+from shardtune.checkpoint.training_state import read_training_state
 from shardtune.config import Recipe
 from shardtune.config.hub_name import split_revision
 from shardtune.config.model_names import registered
 from shardtune.config.paths import MODEL_KEYS, named_files
 from shardtune.config.tree import get_value
 from shardtune.config.user_code import code_hashes
-from shardtune.data.cache_directory import cache_root
-from shardtune.data.sources.fingerprint import contents
+from shardtune.data.cache_directory import cache_root, file_digest
+from shardtune.data.sources.fingerprint import OUTLINE, contents
 from shardtune.data.sources.resolve import data_fingerprints, named_sets
 from shardtune.errors import CheckpointError, DataError
 from shardtune.run.choose_worker import Objects
@@ -29,6 +31,7 @@ from shardtune.run.resume_check import is_free
 
 MODEL, MODEL_TYPE = "actor.model.model_path", "actor.model.model_type"
 TOKENIZER, TEACHER = "actor.tokenizer.tokenizer_model", "actor.teacher.model_path"
+TRAIN_DATA = "data.train_data_paths"
 IN_MEMORY = "the object in memory"
 NOT_COMPARED = "not compared"
 KNOWN = "models_in_memory"
@@ -50,16 +53,18 @@ def object_inputs(recipe: Recipe, objects: Objects) -> Inputs:
     return found
 
 
-def run_inputs(recipe: Recipe, objects: Objects, in_memory: Inputs) -> Inputs:
+def run_inputs(recipe: Recipe, objects: Objects, in_memory: Inputs, *, whole: bool = False) -> Inputs:
     """The fingerprints of what a recipe names and of the objects in its place.
 
-    Data files are hashed whole, once; of weights, files of up to 1 MiB are hashed whole and others by samples. Files
-    that rows refer to, and data sets that are named on the Hub, are left out; batches in memory are not compared.
+    Data files are hashed whole, once, those of `data.cache: by_file` by their outlines; of weights, files of up to
+    1 MiB are hashed whole and others by samples. Files that rows refer to, and data sets that are named on the Hub, are
+    left out; batches in memory are not compared.
 
     Args:
         recipe: of the run.
         objects: rows in memory.
         in_memory: from `object_inputs`.
+        whole: hash those files whole, too.
     """
     tree, found = recipe.to_dict(), {key: list(pairs) for key, pairs in in_memory.items()}
 
@@ -79,8 +84,10 @@ def run_inputs(recipe: Recipe, objects: Objects, in_memory: Inputs) -> Inputs:
         add(MODEL_TYPE, thing.__qualname__, _code_of(thing))
     root = cache_root(recipe.data.cache_dir)
     for key, given in (("train_data_paths", objects.train_data), ("eval_data_paths", objects.eval_data)):
+        outlines = recipe.data.cache == "by_file" and key == "train_data_paths" and not whole
         for of_set, spec in named_sets(tree["data"][key] if given is None else given).items():
-            for name, digest in data_fingerprints(spec, root) if given is None else _of_object(spec, root):
+            named = data_fingerprints(spec, root, outlines=outlines) if given is None else _of_object(spec, root)
+            for name, digest in named:
                 add(f"data.{key}.{of_set}".rstrip("."), name, digest)
     return found
 
@@ -161,12 +168,16 @@ def check_same_teacher(run_dir: Path, recipe: Recipe) -> None:
 def check_finished(run_dir: Path, recipe: Recipe, objects: Objects) -> list[str]:
     """Refuse the result of a finished run for inputs that it was not made from; returns notes on the permitted ones."""
     refused, notes, allowed = list[str](), list[str](), recipe.runner.allow_changes
-    keys = list[str]()
-    now = run_inputs(recipe, objects, object_inputs(recipe, objects))
+    keys, recorded = list[str](), read_manifest(run_dir).get("inputs", {}).get(TRAIN_DATA, [])
+    whole = any(content is not None and not content.startswith(OUTLINE) for _, content in recorded)
+    now = run_inputs(recipe, objects, object_inputs(recipe, objects), whole=whole)
     for key, pairs in now.items():
         if (IN_MEMORY, NOT_COMPARED) in pairs:
             notes.append(f"{key}: batches in memory are not compared with those that the run was trained on")
-    for key, changes in changed_inputs(run_dir, now).items():
+    changed = changed_inputs(run_dir, now)
+    if recipe.data.cache == "by_file" and (found := _changed_files(run_dir, cache_root(recipe.data.cache_dir))):
+        changed[TRAIN_DATA] = found
+    for key, changes in changed.items():
         lines = [f"{key}: {change}" for change in _shortened(changes)]
         if any(f"{key}.".startswith(f"{name}.") for name in allowed):
             notes += [f"{line} (allowed by runner.allow_changes)" for line in lines]
@@ -186,13 +197,29 @@ def check_finished(run_dir: Path, recipe: Recipe, objects: Objects) -> list[str]
     return notes
 
 
+def _changed_files(run_dir: Path, root: Path) -> list[str]:
+    """The data files that have changed since the last checkpoint of a run, of those that were read and hashed.
+
+    A file with the time stamp of then is the same, and one that is no longer there may have been moved.
+    """
+    last = CheckpointStore(run_dir / "checkpoints").latest()
+    found = list[str]()
+    for record in [] if last is None else read_training_state(last)["data_files"]:
+        file, content = Path(record["file"]), record.get("content")
+        if content is None or not file.is_file() or file.stat().st_mtime_ns == record["changed"]:
+            continue
+        if file_digest(file, root) != content:
+            found.append(f"{file} has changed")
+    return found
+
+
 def input_notes(run_dir: Path, now: Inputs) -> list[str]:
     """Notes on what has changed since a run was last started, besides its training rows (`check_same_data`)."""
     changes = changed_inputs(run_dir, now)
     return [
         f"{key}: {change} since this run was started"
         for key, found in changes.items()
-        if key != "data.train_data_paths"
+        if key != TRAIN_DATA
         for change in _shortened([one for one in found if not one.startswith(IN_MEMORY)])
     ]
 

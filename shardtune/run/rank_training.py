@@ -14,6 +14,7 @@ from shardtune.checkpoint.atomic import write_json
 from shardtune.checkpoint.verified import sound_first
 from shardtune.config import Recipe
 from shardtune.data.cache.by_file import RowsByFile
+from shardtune.data.loader.step_loader import StepLoader
 from shardtune.launch.events import write_event
 from shardtune.launch.local import is_launched, report_begun
 from shardtune.launch.outcome import recorded_end
@@ -37,6 +38,7 @@ from shardtune.run.directory import (
 from shardtune.run.display import Display, shown_path
 from shardtune.run.dropped_rows import DroppedByFile, noted_before
 from shardtune.run.final import FinalScore, check_final, write_final
+from shardtune.run.identity import MANIFEST, read_manifest
 from shardtune.run.inputs import (
     KNOWN,
     Inputs,
@@ -103,7 +105,7 @@ class RankTraining:
         """The plan with the checkpoints that are not damaged; their data have to be the recipe's."""
         report = silent if self._display is None else self._display.report
         sound = sound_first((newest, *plan.older), self._worker.ranks, report)
-        check_same_data(sound[0], self._worker.task.data_files(), self._recipe.runner.allow_changes)
+        check_same_data(sound[0], self._worker.task, self._recipe.runner.allow_changes)
         check_same_teacher(sound[0].resolve().parent.parent, self._recipe)
         self._notes = self._worker.ranks.broadcast(input_notes(sound[0].resolve().parent.parent, self._inputs))
         return replace(plan, resume_from=sound[0], older=tuple(sound[1:]))
@@ -202,11 +204,19 @@ class RankTraining:
             PROGRESS.during(WRITING_FINAL),
             recorded_end(run_dir, lambda: step, ranks=ranks.world_size, is_main=ranks.is_main),
         ):
+            on_main(ranks, self._record_files)
             score = write_final(self._recipe, run_dir, self._worker, ended=ended)
             on_main(ranks, partial(record_models, run_dir, object_inputs(self._recipe, self._objects)))
         if ranks.is_main:
             write_event(run_dir, "end", step=step, ranks=ranks.world_size, reason=ended)
         return score
+
+    def _record_files(self) -> None:
+        """Add to the manifest what is known of files that were read while training went on."""
+        if isinstance(self._worker.task.rows, RowsByFile):
+            manifest = read_manifest(self._plan.run_dir)
+            data = {**manifest["data"], "train": self._worker.task.data_files()}
+            write_json(self._plan.run_dir / MANIFEST, {**manifest, "data": data})
 
     def _during(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self._display is None else self._display.during(what)
@@ -244,7 +254,9 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
 
 
 def _describe_data(worker: FSDPSftWorker) -> dict[str, object]:
-    return {**worker.task.describe_data(), "rows_per_epoch": worker.loader.num_samples}
+    loader = worker.loader
+    counted = not isinstance(loader, StepLoader) or loader.is_counted
+    return {**worker.task.describe_data(), "rows_per_epoch": loader.num_samples if counted else None}
 
 
 def _device_in_words(device: torch.device) -> str:

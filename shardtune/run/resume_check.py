@@ -12,6 +12,7 @@ from shardtune.config.schema import present_key
 from shardtune.config.shown import as_written
 from shardtune.config.tree import get_value
 from shardtune.errors import CheckpointError
+from shardtune.training.worker.task import Task
 
 FREE = (
     "runner.resume_dir",
@@ -136,15 +137,17 @@ def _moved(was: object, now: object) -> bool:
     return old.is_absolute() and new.is_absolute() and same_name and not old.exists() and new.exists()
 
 
-def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, object]], allowed: Sequence[str]) -> None:
+def check_same_data(checkpoint: Path, task: Task, allowed: Sequence[str]) -> None:
     """Refuse to continue on data that differs from what a checkpoint was trained on.
 
     Args:
         checkpoint: its state holds the hashes of its data files.
-        files: the current hashes, from `PreparedData.files`, or from `fingerprints` for a user-defined worker.
+        task: has the current hashes, and takes over what the checkpoint holds of files that are the same.
         allowed: `runner.allow_changes`.
     """
     before = read_training_state(checkpoint)["data_files"]
+    task.recall_files(before)
+    files = task.data_files()
     changed = data_changes(before, files)
     if not changed or "data.train_data_paths" in allowed:
         return
@@ -173,25 +176,40 @@ def data_changes(before: Sequence[Mapping[str, object]], files: Sequence[Mapping
         before: recorded; empty in older checkpoints, which cannot be compared.
         files: the current ones.
     """
-    kept = ("rows", "key", LEFT_OUT)
-    then, now = ([[file.get(name) for name in kept] for file in states] for states in (before, files))
-    if then == now or not before:
+    if not before:
+        return []
+    if len(before) == len(files) and all(_same(was, now) for was, now in zip(before, files, strict=True)):
         return []
     old = {entry["file"]: entry for entry in before}
     new = {entry["file"]: entry for entry in files}
-    changed = [f"{file}: {_how(entry, new[file])}" for file, entry in old.items() if file in new and entry != new[file]]
+    both = {file: (entry, new[file]) for file, entry in old.items() if file in new}
+    changed = [f"{file}: {_how(was, now)}" for file, (was, now) in both.items() if not _same(was, now)]
     changed += [f"{file}: gone" for file in old if file not in new]
     changed += [f"{file}: new" for file in new if file not in old]
     return changed or ["reordered"]
 
 
+def _same(was: Mapping[str, object], now: Mapping[str, object]) -> bool:
+    """Whether a file is what it was; one with a size has rows and a key only if it has been read."""
+    pairs = [(was.get(name), now.get(name)) for name in ("size", "rows", "key")]
+    if "size" in was or "size" in now:
+        pairs = [pair for pair in pairs if None not in pair]
+    return all(one == other for one, other in pairs) and was.get(LEFT_OUT) == now.get(LEFT_OUT)
+
+
 def _how(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     """How a file differs; its key hashes the content and, for encoded rows, everything the encoding depends on."""
+    sizes = was.get("size"), now.get("size")
+    if None not in sizes and sizes[0] != sizes[1]:
+        return f"{sizes[0]:,} bytes -> {sizes[1]:,} bytes"
     if was["key"] == now["key"] and was.get(LEFT_OUT) != now.get(LEFT_OUT):
         return f"data.quarantine: {_left_out(was)} -> {_left_out(now)}"
+    encoded = "encoded otherwise (tokenizer, template, max_length, the adapter's code and options)"
+    contents = was.get("content"), now.get("content")
+    if None not in contents:
+        return encoded if contents[0] == contents[1] else "other content"
     if was["rows"] is None or now["rows"] is None:
         return "other content"
-    encoded = "encoded otherwise (tokenizer, template, max_length, the adapter's code and options)"
     return f"{was['rows']:,} rows -> {now['rows']:,} rows, other content, or {encoded}"
 
 

@@ -24,7 +24,7 @@ from shardtune.training.worker.base import FSDPSftWorker
 MEASURED = "perf/"
 """The prefix of metrics that are times and sizes, which no two runs have in common."""
 
-DERIVED = ("rows", "key", "weights")
+DERIVED = ("rows", "key", "weights", "numbered")
 """Fields of a batch that are no content: they follow from seed, step and rows."""
 
 

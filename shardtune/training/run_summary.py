@@ -21,13 +21,14 @@ class RunSummary:
         dtypes: what weights, computation and optimizer are held in.
         ranks: and where they compute.
         attention: how rows share a forward; "" if that does not apply.
-        rows: of an epoch.
+        rows: of an epoch; None where they are not counted before training.
         tokens: of an epoch; None where rows are no tokens.
         targets: of an epoch.
-        steps_per_epoch: optimizer steps of the first epoch.
+        steps_per_epoch: optimizer steps of the first epoch; None where that is not known.
         total_steps: the horizon.
         evaluation: rows of each evaluation set; None where that is not known.
         notes: further messages.
+        files: of an epoch, where its rows are not counted.
         trained: where not all parameters are: (name with numbers as *, tensors, parameters).
     """
 
@@ -37,13 +38,14 @@ class RunSummary:
     dtypes: str
     ranks: str
     attention: str
-    rows: int
+    rows: int | None
     tokens: int | None
     targets: float
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     total_steps: int
     evaluation: Mapping[str, int | None]
     notes: Sequence[str] = ()
+    files: str = ""
     trained: Sequence[tuple[str, int, int]] = ()
 
 

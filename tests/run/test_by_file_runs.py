@@ -7,21 +7,25 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoTokenizer
 
 import shardtune
 from shardtune.data.cache.ahead import FilesAhead
 from shardtune.data.loader.order import derive_seed, permute
 from shardtune.errors import CheckpointError, DataError
+from shardtune.run.diff.circumstances import files_read
 from tests.support.dist.parity import EXACT
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import Trace, flat_script, recipe, run_recipe, save_model, save_rows
+from tests.support.opened_files import opened_files
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, rows, signal_after, write_rows
 
 STEPS = 7
@@ -110,7 +114,7 @@ def fill(parts: Path) -> None:
 def by_file(tiny: Tiny, name: str, **keys: Any) -> dict[str, Any]:
     given = {"data__cache": "by_file", "data__mixed_files": 2, "data__train_data_paths": str(tiny.folder / "parts")}
     cache = {"data__cache_dir": str(tiny.folder / f"cache-{name}")}
-    return tiny.recipe(name, runner__max_steps=8, **{**given, **cache, **keys})
+    return tiny.recipe(name, **{"runner__max_steps": 8, **given, **cache, **keys})
 
 
 def killed(recipe: dict[str, Any], step: int) -> None:
@@ -144,6 +148,92 @@ def test_a_killed_run_goes_on_bit_for_bit_with_the_files_at_its_place(
     assert len([*built.glob("*/[!.]*")]) <= 4
 
 
+def first_files(number: int) -> list[int]:
+    """The first of six files in the order of a run of the default seed."""
+    return permute(np.arange(6), 6, derive_seed(42, 0, "files")).tolist()[:number]
+
+
+def test_before_the_first_step_other_files_are_only_looked_at(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each, for the fingerprint of the data; their rows are neither hashed nor counted nor tokenised."""
+    monkeypatch.setattr(FilesAhead, "start", lambda self: lambda: None)
+    monkeypatch.setattr("shardtune.data.cache_directory._SETTLED_SECONDS", -1.0)  # remember new files, too
+    given = {"runner__max_steps": 1, "actor__global_batch_size": 2, "actor__micro_batch_size": 2}
+    with opened_files() as opened:
+        shardtune.train(by_file(tiny, "first", **given))
+    first = f"{first_files(1)[0]}.jsonl"
+    counts = Counter(name for name in opened if name[0].isdigit())
+    assert counts.pop(first) > 1
+    assert set(counts.values()) == {1}
+    folder = tiny.folder / "cache-first"
+    assert len([*folder.glob("hashes/*")]) == len([*folder.glob("row_counts/*")]) == 1
+    assert len([*folder.glob("entries/*/[!.]*")]) == 1
+    manifest = json.loads((tiny.run("first") / "manifest.json").read_text())["data"]
+    assert [manifest["rows_per_epoch"], len([one for one in manifest["train"] if one["rows"]])] == [None, 1]
+    assert [one["file"] for one in manifest["train"] if one["content"]] == [str(tiny.folder / "parts" / first)]
+
+
+def test_changed_files_are_refused_by_name(tiny: Tiny) -> None:
+    """One that was read by its content, whatever its size; one that was not by its size; also of a finished run."""
+    parts = tiny.folder / "changing"
+    fill(parts)
+    recipe = by_file(tiny, "changing", data__train_data_paths=str(parts), runner__max_steps=1)
+    shardtune.train(recipe)
+    read, last = parts / f"{first_files(1)[0]}.jsonl", parts / f"{first_files(6)[-1]}.jsonl"
+    for file, changed, says in (
+        (read, read.read_text().replace("say", "yas"), "other content"),
+        (last, last.read_text().replace("say", "says"), rf"{last.stat().st_size:,} bytes -> "),
+    ):
+        whole = file.read_text()
+        file.write_text(changed)
+        with pytest.raises(CheckpointError, match=rf"{file.name}: {says}"):
+            shardtune.train(recipe, "runner.max_steps=2")
+        named = file if file == read else parts
+        with pytest.raises(CheckpointError, match=rf"(?s)the run is finished, .*data.train_data_paths: {named} has"):
+            shardtune.train(recipe)
+        file.write_text(whole)  # with another time stamp
+    shardtune.train(recipe)
+    shardtune.train(recipe, "runner.max_steps=2")
+
+
+def files_differ(folder: Path) -> str:
+    """The error of a rank whose host has another file under the same name."""
+    rank = dist.get_rank()
+    values = json.loads((folder / "recipe.json").read_text())
+    values["data"]["train_data_paths"] = str(folder / f"host-{rank}")
+    values["data"]["cache_dir"] = str(folder / f"cache-{rank}")
+    with pytest.raises(DataError, match="the ranks read different data files") as raised:
+        run_recipe(values)
+    return str(raised.value)
+
+
+@pytest.mark.lengthy
+def test_ranks_with_other_files_stop_at_the_step_that_needs_them(tmp_path: Path) -> None:
+    model, whole = save_model("dense", tmp_path / "dense"), save_rows(tmp_path / "rows.jsonl", 12)
+    texts = whole.read_text().splitlines()
+    for host in range(2):
+        (tmp_path / f"host-{host}").mkdir()
+        for file in range(3):
+            content = "\n".join(texts[4 * file : 4 * file + 4]) + "\n"
+            (tmp_path / f"host-{host}" / f"{file}.jsonl").write_text(content)
+    other = tmp_path / "host-1" / f"{permute(np.arange(3), 3, derive_seed(5, 0, 'files'))[1]}.jsonl"
+    content = other.read_text()
+    place = content.index("content") + 12
+    other.write_text(content[:place] + ("y" if content[place] == "x" else "x") + content[place + 1 :])
+    values = recipe(
+        model,
+        whole,
+        data__cache="by_file",
+        data__mixed_files=1,
+        actor__micro_batch_size=1,
+        actor__global_batch_size=2,
+        runner__max_steps=4,
+        runner__seed=5,
+    )
+    (tmp_path / "recipe.json").write_text(json.dumps(values))
+    for error in run_ranks(files_differ, 2, tmp_path):
+        assert f"{other} of rank 1, compared with rank 0" in error
+
+
 def test_faults_of_a_later_file(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
     """A bad row stops training at the step that needs it, with all before it saved; skipped, it is noted once."""
     parts = tiny.folder / "faulty"
@@ -168,3 +258,12 @@ def test_faults_of_a_later_file(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -
         shardtune.train(recipe, "data.on_bad_row=skip", allowed, "runner.max_steps=10")
     assert "1 of 6 rows skipped, not usable" in capfd.readouterr().err
     assert torch.isfinite(torch.tensor(lines(tiny.run("faulty"))[-1]["train/loss"]))
+
+
+def test_runs_that_read_files_of_other_content_differ_in_these() -> None:
+    """A file that one of them has not read is not compared."""
+    one, other = (
+        [{"file": f"{number}.jsonl", "content": content} for number, content in enumerate(contents)]
+        for contents in (("a", "b", "c", None), ("a", "x", None, "d"))
+    )
+    assert [difference.name for difference in files_read(one, other)] == ["training file 1.jsonl"]

@@ -1,8 +1,10 @@
-"""Tokenises the files that come next while training goes on, and removes entries that are passed."""
+"""Steps of rows whose files are tokenised one by one, by a process that is ahead of training; the same on all ranks."""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -12,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,23 +28,31 @@ from shardtune.data.loader.file_order import FileOrder
 from shardtune.data.loader.prefetch import quiet_tokenizers
 from shardtune.data.loader.protocol import DataState, Step
 from shardtune.data.loader.step_loader import Maker, Rows, StepLoader
+from shardtune.errors import DataError
+from shardtune.parallel.ranks import Ranks
 
 _POLL_SECONDS = 0.2
 _NICE = 10
 _GIB = 1 << 30
 _WINDOW_BITS = 32
 _WINDOWS_AHEAD = 2
+_DIGEST_BYTES = 6
+"""An integer of so many bytes is exact in fp64."""
 _FORK = multiprocessing.get_context("fork")
 
 
 class FileStepLoader(StepLoader):
     """Yields steps of rows that are tokenised file by file; on one rank of a host, a process tokenises ahead.
 
+    Hosts may have other files under the same names, which are compared when a step is yielded: all ranks take steps
+    together.
+
     Args:
         data: the rows with the weights of all loss terms.
         order: of their files.
         maker: cuts steps into micro-batches.
         files: the rows.
+        ranks: of training.
         limit_gib: of the entries of all files; None: no limit.
         token_term: as of `StepLoader`.
         num_processes: as of `StepLoader`.
@@ -53,13 +64,28 @@ class FileStepLoader(StepLoader):
         order: FileOrder,
         maker: Maker,
         files: RowsByFile,
+        ranks: Ranks,
         *,
         limit_gib: float | None,
         token_term: str | None = None,
         num_processes: int = 0,
     ) -> None:
         super().__init__(data, order, maker, token_term=token_term, num_processes=num_processes)
+        self._files, self._file_order, self._ranks = files, order, ranks
         self._ahead = FilesAhead(files, order, limit_gib)
+
+    is_counted = False
+
+    def has_steps(self, steps: int, epochs: int) -> bool:
+        files = self._files.data_files
+        return self._file_order.has_steps(-(-steps // epochs), files.count, files.threads)
+
+    def progress(self, state: DataState) -> float:
+        return state.epoch + self._file_order.progress(state.epoch, state.rows_consumed)
+
+    def state_at(self, progress: float) -> DataState:
+        epoch = int(progress)
+        return DataState(epoch, self._file_order.place_at(epoch, progress - epoch))
 
     def rows_at(self, state: DataState) -> tuple[DataState, DataState, np.ndarray]:
         found = super().rows_at(state)
@@ -67,15 +93,56 @@ class FileStepLoader(StepLoader):
         return found
 
     def steps(self, state: DataState) -> Iterator[Step[Batch]]:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            yield from super().steps(state)
-            return
-        self._ahead.move_to(state)
-        end = self._ahead.start()
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if is_first:
+            self._ahead.move_to(state)
+        end = self._ahead.start() if is_first else _nothing
         try:
-            yield from super().steps(state)
+            for step in super().steps(state):
+                self._require_same_files(step)
+                yield self._numbered(step)
         finally:
             end()
+
+    def step(self, state: DataState) -> Step[Batch]:
+        return self._numbered(super().step(state))
+
+    def alone(self, row: int | None, state: DataState | None = None) -> Batch:
+        return replace(super().alone(row, state), numbered=self._files.data_files.running_numbers)
+
+    def _numbered(self, step: Step[Batch]) -> Step[Batch]:
+        """The step with the numbers by which random ones are drawn: those of all rows end to end."""
+        numbered = self._files.data_files.running_numbers
+        return replace(step, micro_batches=tuple(replace(batch, numbered=numbered) for batch in step.micro_batches))
+
+    def _require_same_files(self, step: Step[Batch]) -> None:
+        """Refuse a step that is made of other rows on another rank; all ranks call it.
+
+        Raises:
+            DataError: names the files; the same on all ranks.
+        """
+        if self._ranks.world_size == 1:
+            return
+        files = self._files.files_of(step.rows)
+        content = [step.rows.tolist(), step.after.rows_consumed, [key for _, _, key in files]]
+        digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=_DIGEST_BYTES).digest()
+        number = torch.tensor(int.from_bytes(digest, "little"), dtype=torch.float64, device=self._ranks.host)
+        most, least = self._ranks.largest_of(torch.stack([number, -number])).tolist()
+        if most == -least:
+            return
+        found = self._ranks.gather(files)
+        first = {place: key for place, _, key in found[0]}
+        other = [
+            f"{name} of rank {rank}"
+            for rank, files in enumerate(found)
+            for place, name, key in files
+            if first.get(place) != key
+        ]
+        raise DataError(
+            "the ranks read different data files",
+            where=f"{', '.join(other[:4]) or 'files of earlier steps'}, compared with rank 0",
+            remedy="give all hosts the same files, or put them where all hosts read them",
+        )
 
 
 class FilesAhead:
@@ -98,8 +165,10 @@ class FilesAhead:
 
     def move_to(self, state: DataState) -> None:
         """Training has come to this position."""
-        window = self._order.epoch(state.epoch).window_at(state.rows_consumed)
-        self._position.value = state.epoch << _WINDOW_BITS | window  # one number, so that it is read as a whole
+        epoch, window = state.epoch, self._order.epoch(state.epoch).at(state.rows_consumed)
+        if window is None:
+            epoch, window = epoch + 1, 0
+        self._position.value = epoch << _WINDOW_BITS | window  # one number, so that it is read as a whole
 
     def start(self) -> Callable[[], None]:
         """Start the process; returns what ends it."""
@@ -143,7 +212,7 @@ class FilesAhead:
             for number in self.wanted(epoch, window):
                 if self._position.value != at:
                     break
-                if number in failed or self._files.folder(number).is_dir():
+                if number in failed:
                     continue
                 try:
                     self._files.build(number, cache)
@@ -152,14 +221,22 @@ class FilesAhead:
             while self._position.value == at:
                 time.sleep(_POLL_SECONDS)
 
-    def wanted(self, epoch: int, window: int) -> list[int]:
-        """The files of this window and of the next ones, in the order in which they are needed."""
-        windows = self._windows(epoch, window)
-        return list(dict.fromkeys(np.concatenate(windows[: 1 + _WINDOWS_AHEAD]).tolist()))
+    def wanted(self, epoch: int, window: int) -> Iterator[int]:
+        """The files of this window and of the next ones, in the order in which they are needed.
 
-    def _windows(self, epoch: int, window: int) -> list[np.ndarray]:
-        """The windows from this one to the end of the next epoch."""
-        return [*self._order.epoch(epoch).windows[window:], *self._order.epoch(epoch + 1).windows]
+        Files are counted as far as they are taken.
+        """
+        seen = set[int]()
+        for _ in range(1 + _WINDOWS_AHEAD):
+            files = self._order.epoch(epoch).window(window)
+            if files is None:
+                epoch, window = epoch + 1, 0
+                files = self._order.epoch(epoch).window(window)
+                assert files is not None
+            new = [number for number in files.tolist() if number not in seen]
+            seen |= set(new)
+            yield from new
+            window += 1
 
     def remove_passed(self, epoch: int, window: int) -> None:
         """Remove the entries that are needed last until those that remain are within the limit.
@@ -168,17 +245,25 @@ class FilesAhead:
         """
         if self._limit is None:
             return
-        before = self._order.epoch(epoch if window else max(0, epoch - 1)).windows[window - 1]  # of other ranks
-        kept = {self._files.first_file, *before.tolist(), *self.wanted(epoch, window)}
-        sizes = {number: _size(self._files.folder(number)) for number in range(len(self._files.data_files))}
+        kept = {self._files.first_file, *self._before(epoch, window), *self.wanted(epoch, window)}
+        folders = {number: self._files.data_files.known_folder(number) for number in range(len(self._files.data_files))}
+        sizes = {number: _size(folder) for number, folder in folders.items() if folder is not None}
         total = sum(sizes.values())
-        needed = dict.fromkeys(np.concatenate(self._windows(epoch, window)).tolist())
-        for number in reversed([*needed]):
+        rest = self._order.epoch(epoch).rest(window), self._order.epoch(epoch + 1).rest(0)
+        for number in reversed([*dict.fromkeys(np.concatenate(rest).tolist())]):
             if total <= self._limit:
                 return
-            if sizes[number] and number not in kept:
+            if sizes.get(number) and number not in kept:
                 _remove(self._files.folder(number))
                 total -= sizes[number]
+
+    def _before(self, epoch: int, window: int) -> list[int]:
+        """The files of the window before, in which other ranks may still be."""
+        if window:
+            files = self._order.epoch(epoch).window(window - 1)
+        else:
+            files = self._order.epoch(epoch - 1).last() if epoch else None
+        return [] if files is None else files.tolist()
 
 
 def _nothing() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +17,19 @@ import numpy as np
 from shardtune.batch import Sample
 from shardtune.config import Recipe
 from shardtune.config.schema import DataConfig
-from shardtune.data.cache.cache import READING_VERSION, EntryCache
+from shardtune.data.cache.cache import EntryCache
+from shardtune.data.cache.data_files import NUMBER_BITS, ROW_MASK, DataFile, DataFiles, Spans, changed_file
 from shardtune.data.cache.dataset import Part, SourceSpan, TokenDataset
 from shardtune.data.cache.entry import Entry
 from shardtune.data.cache.fields import require_same_kinds
-from shardtune.data.cache_directory import cache_root, write_atomically
-from shardtune.data.checksum import is_sealed, sealed
+from shardtune.data.cache_directory import cache_root
 from shardtune.data.encoder import Encoder
 from shardtune.data.loader.file_order import order_of_files
-from shardtune.data.loader.order import OrderSource
-from shardtune.data.robot.content import content_digest
-from shardtune.data.row_files import last_number
-from shardtune.data.sources.resolve import Source, SourceFile
+from shardtune.data.sources.resolve import Source
 from shardtune.errors import ConfigError, DataError
 
 KEY = "data.cache: by_file"
 MIXED_FILES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class DataFile:
-    """A file of training rows.
-
-    Attributes:
-        source: of the file.
-        file: the file.
-        key: of its cache entry.
-        places: the number of its last row; each has a place in the order, whatever becomes of it.
-    """
-
-    source: Source
-    file: SourceFile
-    key: str
-    places: int
 
 
 class Column:
@@ -69,8 +47,8 @@ class Column:
 class RowsByFile:
     """Rows by index, of files that are tokenised when one of their rows is read.
 
-    The index of a row is its place: its file's first place and its number in the file. So it is known before the file
-    is tokenised, and rows that are dropped leave gaps. Only the entries read last are open.
+    The index of a row is given by its file's number and its number in the file (`NUMBER_BITS`). So it is known before
+    any file is read, and rows that are dropped leave gaps. Only the entries read last are open.
 
     Args:
         files: in the order of their sources; each has rows.
@@ -90,7 +68,7 @@ class RowsByFile:
 
     def __init__(
         self,
-        files: Sequence[DataFile],
+        files: DataFiles,
         sources: Mapping[str, float],
         cache: EntryCache,
         encoder: Encoder,
@@ -98,13 +76,12 @@ class RowsByFile:
         first: Sequence[int],
         most_open: int,
     ) -> None:
-        self.data_files = tuple(files)
+        self.data_files = files
         self.cache = cache
         self.left_out = np.empty(0, np.int64)
         self._weights = dict(sources)
         self._encoder = encoder
         self._most_open = most_open
-        self._starts = np.cumsum([0, *(one.places for one in files)], dtype=np.int64)
         self._open: OrderedDict[int, Entry] = OrderedDict()
         self._lock = threading.RLock()
         self._read: set[int] = set()
@@ -116,18 +93,15 @@ class RowsByFile:
                 self._first = number, entry
                 break
         else:
+            labels = [one.file.label for one in islice(files, 4)]
             raise DataError(
                 "no row with a target is left",
-                where=", ".join(one.file.label for one in files[:4]) + (", …" if len(files) > 4 else ""),
+                where=", ".join(labels) + (", …" if len(files) > len(labels) else ""),
                 remedy="shardtune data preview with data.cache: whole shows what becomes of the rows",
             )
         self.first, self.first_file = self._dataset(number), number
-        self.first_trained = int(self._starts[number] + entry.numbers[0] - 1)
+        self.first_trained = (number << NUMBER_BITS) + int(entry.numbers[0]) - 1
         self.fields = entry.kinds
-
-    def __len__(self) -> int:
-        """All places."""
-        return int(self._starts[-1])
 
     # Files.
 
@@ -147,12 +121,8 @@ class RowsByFile:
     def _opened(self, number: int) -> Entry:
         one = self.data_files[number]
         entry = self.cache.find(one.source, one.file, self._encoder, None)
-        if entry.key != one.key:
-            raise DataError(
-                "the data file has changed since training began",
-                where=one.file.label,
-                remedy="put it back and run the same command again: it continues from the last checkpoint",
-            )
+        if entry.key != self.data_files.key(number):
+            raise changed_file(one.file)
         if number not in self._read:
             self.cache.count_bad(entry, one.file)
             if len(entry):
@@ -192,13 +162,20 @@ class RowsByFile:
             self._followers.append(follow)
 
     def build(self, number: int, cache: EntryCache) -> None:
-        """Tokenise a file, if it is not in the cache, without opening it here."""
+        """Tokenise a file, if it is not in the cache, without opening it here, and count its rows."""
         one = self.data_files[number]
-        cache.find(one.source, one.file, self._encoder, None)
+        if not self.folder(number).is_dir():
+            cache.find(one.source, one.file, self._encoder, None)
+        self.data_files.places(number)
 
     def folder(self, number: int) -> Path:
         """Where the entry of a file lies, or will lie."""
-        return self.cache.folder(self.data_files[number].key)
+        return self.data_files.folder(number)
+
+    def files_of(self, rows: np.ndarray) -> list[tuple[int, str, str]]:
+        """Number and label of each file that rows are in, in order, and the name of its entry."""
+        numbers = np.unique(rows >> NUMBER_BITS).tolist()
+        return [(number, self.data_files[number].file.label, self.data_files.key(number)) for number in numbers]
 
     # Rows.
 
@@ -220,17 +197,16 @@ class RowsByFile:
 
     def _place(self, index: int) -> tuple[int, int]:
         """The file of a row, and its number in there."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return number, index - int(self._starts[number]) + 1
+        if not 0 <= index < len(self.data_files) << NUMBER_BITS:
+            raise IndexError(f"row {index} of {len(self.data_files)} files")
+        return index >> NUMBER_BITS, (index & ROW_MASK) + 1
 
     def _by_file(self, rows: np.ndarray) -> Iterator[tuple[Entry, np.ndarray, np.ndarray]]:
         """For each file that rows are in its entry, where they stand in `rows`, and their numbers in the file."""
-        which = np.searchsorted(self._starts, rows, side="right") - 1
+        which = rows >> NUMBER_BITS
         for number in np.unique(which).tolist():
             here = np.flatnonzero(which == number)
-            yield self.entry(number), here, rows[here] - self._starts[number] + 1
+            yield self.entry(number), here, (rows[here] & ROW_MASK) + 1
 
     def values(self, rows: np.ndarray, of: Callable[[Entry], np.ndarray]) -> np.ndarray:
         """A value of each row; see `Column`."""
@@ -279,47 +255,42 @@ class RowsByFile:
 
     @cached_property
     def sources(self) -> tuple[SourceSpan, ...]:
-        """The sources in order; together they cover all places."""
+        """The sources in order; together they cover the indices of all files."""
         spans, start = [], 0
+        numbers = Counter(one.source.name for one in self.data_files)
         for name, weight in self._weights.items():
-            stop = start + sum(one.places for one in self.data_files if one.source.name == name)
+            stop = start + (numbers[name] << NUMBER_BITS)
             spans.append(SourceSpan(name, start, stop, weight))
             start = stop
         return tuple(spans)
 
     @property
-    def spans(self) -> list[OrderSource]:
-        """The places of each file, in order, with the weight of its source."""
-        names = [f"{one.source.name}: {one.file.label}" for one in self.data_files]
-        edges = zip(names, self._starts[:-1].tolist(), self._starts[1:].tolist(), self.data_files, strict=True)
-        return [OrderSource(name, start, stop, one.source.weight) for name, start, stop, one in edges]
+    def spans(self) -> Spans:
+        """The places of each file, in order, with the weight of its source; a file is counted when its own is read."""
+        return self.data_files.spans
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal files in equal order with equal source weights, wherever they lie."""
-        order = list(self._weights)
-        names = [one.source.name for one in self.data_files]
-        content = [
-            [order.index(name), self._weights[name], one.key] for name, one in zip(names, self.data_files, strict=True)
-        ]
+        """Equal for files of equal sizes in equal order with equal source weights and encoding, wherever they lie.
+
+        The content of a file counts once it is read, for each step (`files_of`) and in checkpoints (`files`).
+        """
+        content = [self.data_files.fingerprint(), self.data_files.key(self.first_file)]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     def content(self) -> str:
         """As `fingerprint`; rows of files that are not read yet are not known."""
         return self.fingerprint
 
-    @property
-    def entry_keys(self) -> list[str]:
-        """The names of the entries of all files, in order."""
-        return [one.key for one in self.data_files]
+    def describe(self) -> str:
+        """The number of files and their bytes."""
+        number, size = len(self.data_files), sum(one.size for one in self.data_files)
+        return f"{number:,} file{'' if number == 1 else 's'} with {_in_words(size)}"
 
     @property
     def files(self) -> list[dict[str, Any]]:
-        """Each file with the number of its last row and the hash of its content and encoding."""
-        return [
-            {"source": one.source.name, "file": one.file.label, "rows": one.places, "key": one.key}
-            for one in self.data_files
-        ]
+        """Each file with its size and time stamp; once it is read, with its rows and hashes."""
+        return self.data_files.records()
 
 
 TrainingRows = TokenDataset | RowsByFile
@@ -365,26 +336,17 @@ def open_by_file(
     cache = EntryCache(root, data.num_workers, data.max_bad_rows if data.on_bad_row == "skip" else None, report)
     for source in sources:
         _require_plain(source)
-    found = [(source, file) for source in sources for file in source.files]
-    with ThreadPoolExecutor(max(1, data.num_workers)) as pool:  # hashing and reading leave Python to other threads
-        places = list(pool.map(lambda one: _places(one[1], root), found))
-    files = [
-        DataFile(source, file, cache.key(source, file, encoder, None), number)
-        for (source, file), number in zip(found, places, strict=True)
-    ]
-    number = len(files)
-    report(
-        f"data: {sum(one.places for one in files):,} rows in {number:,} file{'' if number == 1 else 's'}, which "
-        "are tokenised one by one while training goes on"
-    )
-    return RowsByFile(
-        files,
+    files = [DataFile.of(source, file) for source in sources for file in source.files]
+    rows = RowsByFile(
+        DataFiles(files, cache, encoder, data.num_workers),
         {source.name: source.weight for source in sources},
         cache,
         encoder,
-        first=order_of_files(number, recipe.runner.seed, 0, data.shuffle).tolist(),
+        first=order_of_files(len(files), recipe.runner.seed, 0, data.shuffle).tolist(),
         most_open=3 * mixed_files(data) + 1,
     )
+    report(f"data: {rows.describe()}, tokenised one by one while training goes on")
+    return rows
 
 
 def mixed_files(data: DataConfig) -> int:
@@ -402,19 +364,9 @@ def _require_plain(source: Source) -> None:
     raise ConfigError(f"{KEY}: {what}", where=f"the source {source.name}", remedy=f"{remedy}, or set data.cache: whole")
 
 
-def _places(file: SourceFile, root: Path) -> int:
-    """The number of a file's last row, of which it has one; remembered in the cache by the content."""
-    content = [READING_VERSION, content_digest(file.path, root, file.part), file.kind, file.path.suffix]
-    name = hashlib.blake2b(json.dumps(content).encode(), digest_size=20).hexdigest()
-    memo = root / "row_counts" / f"{name}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        remembered = json.loads(memo.read_text())
-        if is_sealed(remembered) and remembered["rows"]:
-            return int(remembered["rows"])
-    rows = last_number(file.path, file.kind)
-    if not rows:
-        raise DataError("the data file holds no rows", where=file.label, remedy="write rows into it")
-    with suppress(OSError):
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(memo, json.dumps(sealed({"rows": rows})).encode())
-    return rows
+def _in_words(size: int) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, name in ((1_000_000_000, "GB"), (1_000_000, "MB"), (1_000, "kB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size} bytes"

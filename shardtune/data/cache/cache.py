@@ -96,14 +96,19 @@ class EntryCache:
         self.count_bad(entry, file)
         return entry
 
-    def key(self, source: Source, file: SourceFile, encoder: Encoder, limit: int | None) -> str:
-        """The name of the entry of a file as it is now."""
+    @property
+    def root(self) -> Path:
+        """The cache directory."""
+        return self._root
+
+    def key(
+        self, source: Source, file: SourceFile, encoder: Encoder, limit: int | None, content: str | None = None
+    ) -> str:
+        """The name of the entry of a file as it is now, or with the content of that hash."""
         try:
-            return entry_key(source, file, _at(encoder, source, file), limit, self._root)
+            return entry_key(source, file, _at(encoder, source, file), limit, self._root, content)
         except OSError as error:
-            raise DataError(
-                f"the data file cannot be read: {error.strerror}", where=file.label, remedy="check its permissions"
-            ) from error
+            raise unreadable(file, error) from error
 
     def folder(self, key: str) -> Path:
         """Where the entry of that name lies, or will lie."""
@@ -196,11 +201,24 @@ def _at(encoder: Encoder, source: Source, file: SourceFile) -> Encoder:
     return encoder.at(file.folder if source.frames is None else Path(file.folder.anchor))
 
 
-def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | None, root: Path) -> str:
-    """The name of a file's entry: the hash of everything that its rows depend on."""
+def unreadable(file: SourceFile, error: OSError) -> DataError:
+    """The error for a data file that cannot be read."""
+    return DataError(
+        f"the data file cannot be read: {error.strerror}", where=file.label, remedy="check its permissions"
+    )
+
+
+def entry_key(
+    source: Source, file: SourceFile, encoder: Encoder, limit: int | None, root: Path, content: str | None = None
+) -> str:
+    """The name of a file's entry: the hash of everything that its rows depend on.
+
+    Args:
+        content: the hash of the file's content, where it is known.
+    """
     depends = {
         "versions": [READING_VERSION, LAYOUT_VERSION],
-        "content": content_digest(file.path, root, file.part),
+        "content": content_digest(file.path, root, file.part) if content is None else content,
         "kind": file.kind,
         "suffix": file.path.suffix,
         "columns": dict(source.columns),

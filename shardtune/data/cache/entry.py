@@ -269,7 +269,7 @@ class EntryWriter:
         self._folder = folder
         self._files: dict[str, IO[bytes]] = {}
         self._ends = dict.fromkeys((name for name in _ARRAYS if name.endswith("offsets")), 0)
-        self._terms: dict[str, list[np.ndarray]] = {}
+        self._terms: dict[str, str] = {}  # the array of each, numbered as they appear
         self._fields = FieldsWriter(self._append)
         self.tally = Tally()
         for name in self._ends:
@@ -294,9 +294,11 @@ class EntryWriter:
                 self._append(name, rows.arrays[name])
         self._fields.add(rows.fields)
         kept = len(rows.arrays["lengths"])
-        for name in self._terms.keys() | rows.terms.keys():
-            earlier = self._terms.setdefault(name, [np.zeros(self.tally.kept)])
-            earlier.append(rows.terms.get(name, np.zeros(kept)))
+        for name in sorted(rows.terms.keys() - self._terms.keys()):
+            self._terms[name] = f"weights{len(self._terms)}"
+            self._append(self._terms[name], np.zeros(self.tally.kept, _WEIGHT))
+        for name, array in self._terms.items():
+            self._append(array, rows.terms.get(name, np.zeros(kept)).astype(_WEIGHT, copy=False))
         self.tally.extend(rows.tally)
         lines = "".join(f"{json.dumps(row)}\n" for row in rows.tally.dropped())
         self._append(_DROPPED_ROWS, np.frombuffer(lines.encode(), np.uint8))
@@ -307,19 +309,18 @@ class EntryWriter:
         The description comes last: an entry without one is torn.
         """
         terms = sorted(self._terms)
-        for place, name in enumerate(terms):
-            self._append(f"term{place}", np.concatenate(self._terms[name]).astype(_WEIGHT))
+        last = {self._terms[name]: f"term{place}" for place, name in enumerate(terms)}
         self.close()
         places: dict[str, tuple[int, int]] = {}
         with (self._folder / ROWS).open("wb") as rows:
             summed = _Summed(rows)
-            for name in self._files:
+            for name in (*(name for name in self._files if name not in last), *last):
                 summed.write(bytes(-rows.tell() % _ALIGNMENT))  # behind 70 bytes, 58 zeros up to 128
                 start, piece = rows.tell(), self._folder / f"{name}.part"
                 with piece.open("rb") as file:
                     shutil.copyfileobj(file, summed, 1 << 20)
                 piece.unlink()
-                places[name] = (start, rows.tell() - start)
+                places[last.get(name, name)] = (start, rows.tell() - start)
             size = rows.tell()
             rows.flush()
             os.fsync(rows.fileno())

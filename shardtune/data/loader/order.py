@@ -130,6 +130,10 @@ class DataOrder:
         """Places of an epoch, those of rows that are left out among them."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def is_end(self, epoch: int, place: int) -> bool:
+        """Whether no place follows in an epoch."""
+        return place >= self.rows_per_epoch
+
     def num_rows(self, epoch: int) -> int:
         """Rows of an epoch's steps: arithmetic, but where rows are left out of a source with a fractional weight."""
         size = self.rows_per_epoch

@@ -34,6 +34,7 @@ class Order(Protocol):
     def rows_per_epoch(self) -> int: ...
     def num_rows(self, epoch: int) -> int: ...
     def num_steps(self, epoch: int) -> int: ...
+    def is_end(self, epoch: int, place: int) -> bool: ...
     def cut(self, epoch: int, start: int) -> tuple[np.ndarray, int]: ...
     def first_rows(self, epoch: int, steps: int) -> np.ndarray | None: ...
 
@@ -232,7 +233,12 @@ class StepLoader:
         maker: cuts steps into micro-batches.
         token_term: the loss term whose weight counts supervised tokens, where there is one.
         num_processes: that prepare steps; 0: a thread of this one does.
+
+    Attributes:
+        is_counted: whether the rows of an epoch are known without reading files.
     """
+
+    is_counted = True
 
     def __init__(
         self, data: Rows, order: Order, maker: Maker, *, token_term: str | None = None, num_processes: int = 0
@@ -245,6 +251,14 @@ class StepLoader:
 
     def num_steps(self, epoch: int) -> int:
         return self._order.num_steps(epoch)
+
+    def has_steps(self, steps: int, epochs: int) -> bool:
+        """Whether so many epochs have so many steps."""
+        for epoch in range(epochs):
+            steps -= self.num_steps(epoch)
+            if steps <= 0:
+                return True
+        return False
 
     def num_tokens(self, steps: int) -> int | None:
         """The input tokens of the first steps, over as many epochs as they take; None where rows are not known yet."""
@@ -266,6 +280,14 @@ class StepLoader:
     def num_samples(self) -> int:
         return self._order.num_rows(0)
 
+    def progress(self, state: DataState) -> float:
+        """A position as a number of epochs, with a fraction."""
+        return state.epoch + state.rows_consumed / max(1, self.rows_per_epoch)
+
+    def state_at(self, progress: float) -> DataState:
+        """The position of which `progress` is that number."""
+        return DataState(*divmod(round(progress * self.rows_per_epoch), self.rows_per_epoch))
+
     def check_ranks(self, num_ranks: int) -> None:
         """Nothing to refuse: a step of any size is dealt to any number of ranks."""
 
@@ -285,11 +307,15 @@ class StepLoader:
         while not len(rows):
             state = DataState(state.epoch + 1, 0)
             rows, end = self._order.cut(state.epoch, 0)
-        done = end >= self._order.rows_per_epoch
+        done = self._order.is_end(state.epoch, end)
         return state, DataState(state.epoch + 1, 0) if done else DataState(state.epoch, end), rows
 
     def step(self, state: DataState) -> Step[Batch]:
         """The step that begins at `state`; at an epoch's end, the next epoch's first."""
+        return self._prepared(state)
+
+    def _prepared(self, state: DataState) -> Step[Batch]:
+        """As `step`, in a thread or a process."""
         state, after, rows = self.rows_at(state)
         denominators = self._maker.denominators(rows)
         size = int(np.asarray(self._data.lengths[rows]).sum())
@@ -317,13 +343,13 @@ class StepLoader:
     def steps(self, state: DataState) -> Iterator[Step[Batch]]:
         """Steps without end from `state` on."""
         if self._num_processes:
-            yield from computed_ahead(self.step, self._states(state), self._num_processes)
+            yield from computed_ahead(self._prepared, self._states(state), self._num_processes)
             return
         with ThreadPoolExecutor(1, thread_name_prefix="shardtune-loader") as pool:
-            upcoming = pool.submit(self.step, state)
+            upcoming = pool.submit(self._prepared, state)
             while True:
                 step = upcoming.result()
-                upcoming = pool.submit(self.step, step.after)
+                upcoming = pool.submit(self._prepared, step.after)
                 yield step
 
     def _states(self, state: DataState) -> Iterator[DataState]:

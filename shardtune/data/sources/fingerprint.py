@@ -18,9 +18,14 @@ SAMPLES, SAMPLE_BYTES = 128, 4096
 """Of a larger file, the number and size of the evenly spaced pieces that are hashed."""
 SAMPLED_FILES = 1024
 """Of a directory with more files, as many, evenly chosen by name, are opened."""
+OUTLINE_PIECES = 3
 _HEADER_BYTES = 100_000_000
 _NO_CONTENT = (".md",)
 _NO_FOLDERS = ("__pycache__",)
+
+
+OUTLINE = "outline "
+"""Before what `outlines` gives."""
 
 
 def fingerprints(paths: Sequence[str], root: Path) -> list[dict[str, str | None]]:
@@ -58,6 +63,24 @@ def _key(path: Path, root: Path) -> str | None:
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     exact = {match.name: file_digest(match, root) for match in matches if match.is_file()}
     return _joined(exact) if exact else None
+
+
+def outline(path: Path) -> str | None:
+    """A hash of the name, size, and first, middle and last bytes of each file that a path names; None if there is none.
+
+    It reads `OUTLINE_PIECES` pieces of `SAMPLE_BYTES` of a file, whatever its size. Of other files in a directory than
+    those of rows at most `SAMPLED_FILES` count.
+    """
+    if path.is_file():
+        return OUTLINE + _pieces(path, OUTLINE_PIECES)
+    if path.is_dir():
+        names = sorted(_names(path))
+        others = _some([name for name in names if not _is_data(name)])
+        found = {name: path / name for name in (*filter(_is_data, names), *others)}
+    else:
+        matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+        found = {match.name: match for match in matches if match.is_file()}
+    return OUTLINE + _joined({name: _pieces(file, OUTLINE_PIECES) for name, file in found.items()}) if found else None
 
 
 def _is_data(name: str) -> bool:
@@ -115,6 +138,16 @@ def _some(names: Sequence[str]) -> Sequence[str]:
 
 def _listed(names: Sequence[str]) -> str:
     return f"{len(names):,} files, names {hashlib.blake2b(chr(0).join(names).encode(), digest_size=6).hexdigest()}"
+
+
+def _pieces(path: Path, number: int) -> str:
+    """The size of a file and a hash of so many evenly spaced pieces of it."""
+    size, digest = path.stat().st_size, hashlib.blake2b(digest_size=8)
+    with path.open("rb") as file:
+        for piece in range(number):
+            file.seek(max(0, size - SAMPLE_BYTES) * piece // (number - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return f"{size:,} bytes, content {digest.hexdigest()}"
 
 
 def _sampled(path: Path) -> str:

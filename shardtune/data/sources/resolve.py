@@ -36,7 +36,7 @@ from shardtune.data.robot.tables import read_frames
 from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
 from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns
 from shardtune.data.sources import hub
-from shardtune.data.sources.fingerprint import fingerprints
+from shardtune.data.sources.fingerprint import fingerprints, outline
 from shardtune.data.sources.hub import Purpose, Selection
 from shardtune.data.sources.memory_rows import is_frame, is_table, records, spool_rows
 from shardtune.data.sources.remote import is_remote, remote_files
@@ -204,12 +204,13 @@ def resolve_sources(
     return sources
 
 
-def data_fingerprints(spec: object, root: Path) -> list[tuple[str, str | None]]:
+def data_fingerprints(spec: object, root: Path, *, outlines: bool = False) -> list[tuple[str, str | None]]:
     """The name and content hash of everything that a data key names or holds, without reading rows.
 
     Args:
         spec: as for `resolve_sources`; None: nothing.
         root: of the cache, in which rows in memory are stored under the hash of their content.
+        outlines: hash a few pieces of each file, and not all of it.
     """
     found: list[tuple[str, str | None]] = []
     for item in _items(spec, "data") if spec is not None else ():
@@ -217,9 +218,18 @@ def data_fingerprints(spec: object, root: Path) -> list[tuple[str, str | None]]:
         held = _in_memory(path, root)
         if held is not None:
             found.append((held.label, held.path.stem))
+        elif outlines:
+            found.append((str(path), _outline(Path(path))))
         else:
             found += [(str(path), file["key"]) for file in fingerprints([str(path)], root)]
     return found
+
+
+def _outline(path: Path) -> str | None:
+    try:
+        return outline(path)
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
 
 
 def action_names(source: Source) -> list[str] | None:

@@ -116,6 +116,7 @@ def _data(first: StoredRun, second: StoredRun) -> Iterator[Difference]:
         if one.get(key) != other.get(key):
             section = "template" if key == "template_hash" else "data"
             yield Difference(section, name, _short(one.get(key)), _short(other.get(key)), effects)
+    yield from files_read(one.get("train", []), other.get("train", []))
     for name, was, now in _pairs(one, other, "evaluation_fingerprints"):
         if was != now:
             yield Difference("data", f"evaluation rows {name}".rstrip(), _short(was), _short(now), ("evaluation",))
@@ -208,6 +209,15 @@ def _pairs(first: Mapping[str, Any], second: Mapping[str, Any], key: str) -> Ite
 
 def _text(value: object, missing: str = NOT_RECORDED) -> str:
     return missing if value is None else str(value)
+
+
+def files_read(one: Sequence[Mapping[str, object]], other: Sequence[Mapping[str, object]]) -> Iterator[Difference]:
+    """Files of `data.cache: by_file` that both runs have read, and that have other contents; by their places."""
+    for was, now in zip(one, other, strict=False):
+        contents = was.get("content"), now.get("content")
+        if None not in contents and contents[0] != contents[1]:
+            name = f"training file {was['file']}"
+            yield Difference("data", name, _short(contents[0]), _short(contents[1]), ("rows", "tokens"))
 
 
 def _short(value: object) -> str:

@@ -262,6 +262,8 @@ def _orders(first: StoredRun, second: StoredRun) -> tuple[list[RunOrder], str]:
         if not data.get("sources"):
             why = "it was made by an earlier version" if data.get("train") else "they come from a loader of its own"
             raise NotKnown(f"{run.path}: the order of its rows is not recorded, as {why}")
+        if any(file["key"] is None for file in data["train"]):
+            raise NotKnown(f"{run.path}: its rows were tokenised file by file (data.cache: by_file)")
     data = [run.manifest["data"] for run in (first, second)]
     if data[0]["train_fingerprint"] == data[1]["train_fingerprint"]:
         # The same rows in the same order: their numbers are enough, but steps that are cut by tokens need lengths, and

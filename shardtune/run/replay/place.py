@@ -92,10 +92,10 @@ def place_of(loader: StepLoader, record: Record, start: Start, step: int) -> Pla
     stopped = record.stopped_before(step)
     if stopped is not None:
         return Place(stopped, loader.rows_at(stopped)[2])
-    done, state = record.nearest_before(step, loader.rows_per_epoch, start)
+    done, state = record.nearest_before(step, loader, start)
     for _ in range(done, step - 1):
         state = loader.rows_at(state)[1]
-    end = record.after(step, loader.rows_per_epoch)
+    end = record.after(step, loader)
     place, passed = state, list[np.ndarray]()
     for _ in range(MOST_PASSED):
         place, after, rows = loader.rows_at(place)

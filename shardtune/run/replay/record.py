@@ -14,6 +14,7 @@ from shardtune.checkpoint.state_file import saved_step
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.checkpoint.training_state import read_training_state
 from shardtune.data.loader.protocol import DataState
+from shardtune.data.loader.step_loader import StepLoader
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.launch.events import ANOMALY, BEGINS, EVENTS
 from shardtune.run.identity import read_manifest
@@ -72,21 +73,20 @@ class Record:
         """The last step that is known of: logged, or in a checkpoint."""
         return max([*self.steps, *self._store.steps()], default=0)
 
-    def after(self, step: int, rows_per_epoch: int) -> DataState | None:
+    def after(self, step: int, loader: StepLoader) -> DataState | None:
         """The position in the data after a logged step; None where it was not logged."""
         line = self.steps.get(step)
         if line is None or "epoch" not in line:
             return None
-        places = round(line["epoch"] * rows_per_epoch)
-        return DataState(*divmod(places, rows_per_epoch))
+        return loader.state_at(line["epoch"])
 
-    def nearest_before(self, step: int, rows_per_epoch: int, start: Start) -> tuple[int, DataState]:
+    def nearest_before(self, step: int, loader: StepLoader, start: Start) -> tuple[int, DataState]:
         """The last step before `step`, not before `start`, after which the position is known, and that position.
 
         That in metrics.jsonl comes first: the one in a checkpoint may be behind rows that a spike was left out with.
         """
         for done in range(step - 1, start.step - 1, -1):
-            state = self.after(done, rows_per_epoch)
+            state = self.after(done, loader)
             if state is not None:
                 return done, state
         return start.step, start.data

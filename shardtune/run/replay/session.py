@@ -96,7 +96,9 @@ def check_data(worker: FSDPSftWorker, record: Record, start: Start) -> None:
     Raises:
         CheckpointError: names what has changed.
     """
-    changes = data_changes(record.data_files(start), worker.task.data_files())
+    recorded = record.data_files(start)
+    worker.task.recall_files(recorded)
+    changes = data_changes(recorded, worker.task.data_files())
     if changes:
         raise CheckpointError(
             f"the training data is not what it was at {start}:\n    " + "\n    ".join(changes),

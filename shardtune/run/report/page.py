@@ -198,7 +198,7 @@ def _facts(run: StoredRun, number: int, charts: Sequence[Chart]) -> dict[str, st
         if settings.get("actor.model.is_lora")
         else "",
         "steps": f"{int(finished['step'] if finished else last):,}",
-        "rows of an epoch": f"{data['rows_per_epoch']:,}" if "rows_per_epoch" in data else "",
+        "rows of an epoch": "" if data.get("rows_per_epoch") is None else f"{data['rows_per_epoch']:,}",
         "rows of a step": as_written(settings.get("actor.global_batch_size")),
         "ranks": str(run.manifest.get("world_size", "")),
         "numbers": ", ".join(f"{name} {dtype}" for name, dtype in run.manifest.get("dtypes", {}).items()),

@@ -164,7 +164,7 @@ class SFTWorker(FSDPSftWorker):
             found = self._rows_task.evaluation_set(set_name(data_paths), self.ranks)
             return found, {"num_samples": len(found.rows), "sharded": True}
         loader = self._rows_task.training_loader(self.ranks)
-        return loader, {"num_samples": loader.num_samples, "sharded": True}
+        return loader, {**({"num_samples": loader.num_samples} if loader.is_counted else {}), "sharded": True}
 
     def get_train_model_output(self, batch: Batch) -> TrainOutput:
         """The adapter's loss of a micro-batch, as `LossSum`s by term."""

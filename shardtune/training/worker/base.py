@@ -196,9 +196,12 @@ class FSDPSftWorker(ABC):
         """
         self._build(context, training=True)
         loader, info = self._loader(training_paths(self.recipe), eval_dataset=False)
-        if isinstance(loader, Loader):
+        # In this order: a protocol is recognised by its values, which would count all files of `data.cache: by_file`.
+        if isinstance(loader, (StepLoader, Loader)):
             self._refuse_loss_weights()
-        self.loader: Loader[MicroBatch] = loader if isinstance(loader, Loader) else self._cut(loader, info)
+            self.loader: Loader[MicroBatch] = loader
+        else:
+            self.loader = self._cut(loader, info)
         self.position = DataPosition(self.loader, self.recipe.runner, self.task.name_rows)
         self.position.move_to(self._start)
         self._build_evaluations()
@@ -430,8 +433,9 @@ class FSDPSftWorker(ABC):
             rows: the number of each row of the batch in the data, which the data set has to give with the row.
         """
         seed, numbers = self.recipe.runner.seed, rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
-        key = derive_seed(seed, self.step, ROW_DRAWS) if self.model.training else derive_seed(seed, ROW_DRAWS)
-        return RowDraws(key, numbers)
+        if not self.model.training:
+            return RowDraws(derive_seed(seed, ROW_DRAWS), numbers)
+        return RowDraws(derive_seed(seed, self.step, ROW_DRAWS), self.task.drawn_numbers(numbers))
 
     @property
     @final

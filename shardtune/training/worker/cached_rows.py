@@ -57,6 +57,7 @@ from shardtune.training.build.model import build_empty, check_read_values, freez
 from shardtune.training.ranks_in_turn import MakersInTurn, in_turn, ranks_of
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import Accumulate, accumulate
+from shardtune.training.worker.data_position import horizon
 from shardtune.training.worker.model_export import TextParts
 from shardtune.training.worker.model_state import outer_parameters
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
@@ -206,9 +207,17 @@ class CachedRowsTask(Task):
                 mixed_files=mixed_files(data),
                 global_batch_size=size,
                 global_batch_tokens=actor.global_batch_tokens,
+                sizes=[one.size * one.source.weight for one in rows.data_files],
             )
             return FileStepLoader(
-                weighed, order, maker, rows, limit_gib=data.cache_limit, token_term=token_term, num_processes=processes
+                weighed,
+                order,
+                maker,
+                rows,
+                ranks,
+                limit_gib=data.cache_limit,
+                token_term=token_term,
+                num_processes=processes,
             )
         order = DataOrder(
             [OrderSource(span.name, span.start, span.stop, span.weight) for span in rows.sources],
@@ -237,9 +246,14 @@ class CachedRowsTask(Task):
                 remedy="leave it out, or name cameras (data.columns)",
             )
 
+        rows = self.rows
+        if isinstance(rows, RowsByFile):
+            rows.data_files.count_all()  # before processes begin that make micro-batches
+
         def changed(sample: Sample, state: DataState, row: int) -> Sample:
             key = derive_seed(seed, AUGMENTATION, state.epoch, state.rows_consumed)
-            return self.adapter.augmented(sample, augmentation.row(key, row))
+            number = rows.data_files.running_numbers([row])[0] if isinstance(rows, RowsByFile) else row
+            return self.adapter.augmented(sample, augmentation.row(key, number))
 
         return changed
 
@@ -274,6 +288,13 @@ class CachedRowsTask(Task):
     def data_files(self) -> list[dict[str, object]]:
         return self.prepared.files()
 
+    def recall_files(self, records: Sequence[Mapping[str, object]]) -> None:
+        if isinstance(self.rows, RowsByFile):
+            self.rows.data_files.recall(records)
+
+    def drawn_numbers(self, rows: Sequence[int]) -> Sequence[int]:
+        return self.rows.data_files.running_numbers(rows) if isinstance(self.rows, RowsByFile) else rows
+
     def dropped_rows(self) -> Iterator[Mapping[str, object]]:
         return self.prepared.dropped()
 
@@ -283,7 +304,7 @@ class CachedRowsTask(Task):
         sets: dict[str, TrainingRows] = {**train, **evals}
         encoding = {"the settings of their encoding": self.prepared.encoder.cache_key()[:16]}
         return encoding | {
-            name: f"{len(rows):,} with fingerprint {rows.content() if row_by_row else rows.fingerprint}"
+            name: f"{_extent(rows)} with fingerprint {rows.content() if row_by_row else rows.fingerprint}"
             for name, rows in sets.items()
         }
 
@@ -459,6 +480,8 @@ class CachedRowsTask(Task):
         changes, rows = self.changes(), self.rows
         if changes is not None and rows is not None:
             changes(rows.row(rows.first_trained), DataState(), rows.first_trained)
+        if isinstance(rows, RowsByFile):  # the ranks find the files counted that they need for it
+            horizon(recipe.runner, self.training_loader(Ranks(0, 1, torch.device("cpu"))))
         new = partial(self.new_weights, model)
         adapt(model, recipe, self.text.tokenizer, self.initial_weights, self.new_parts, new)
         freeze(model, config.freeze)
@@ -491,8 +514,8 @@ class CachedRowsTask(Task):
         notes = [f"{gone:,} row{' is' if gone == 1 else 's are'} left out by data.quarantine"] if gone else []
         if isinstance(train, RowsByFile):
             notes.append(
-                f"data.cache: by_file: {len(train.data_files):,} files are tokenised one by one; rows and steps of an "
-                "epoch are counted before any are dropped"
+                f"data.cache: by_file: {len(train.data_files):,} files are tokenised and counted one by one, when they "
+                "are read"
             )
         if train is not None and self.recipe.data.augmentation.is_on:
             notes.append(f"images of training are augmented, by {image_changes().name}")
@@ -507,7 +530,12 @@ class CachedRowsTask(Task):
             summary,
             evaluation={**summary.evaluation, **evaluation},
             notes=[*summary.notes, *notes, *self.adapter.notes(), *trained_on(config, frames)],
+            files=train.describe() if isinstance(train, RowsByFile) else "",
         )
+
+
+def _extent(rows: TrainingRows) -> str:
+    return rows.describe() if isinstance(rows, RowsByFile) else f"{len(rows):,}"
 
 
 def harness(recipe: Recipe, adapter: Adapter) -> Harness | None:
@@ -535,6 +563,7 @@ def token_counts(summary: RunSummary, rows: TrainingRows, token_term: str | None
     """
     if isinstance(rows, RowsByFile):  # not known yet
         return summary
+    assert summary.rows is not None
     share = summary.rows / (len(rows) - len(rows.left_out))
     weights = {name: float(each.sum() - each[rows.left_out].sum()) for name, each in rows.term_weights.items()}
     return replace(

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from shardtune.config import RunnerConfig
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
+from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.errors import ModelError
 from shardtune.training.anomalies import Anomalies
@@ -46,8 +47,7 @@ class DataPosition:
         self._name_rows = name_rows
         self.state = DataState()
         self.steps: Iterator[Step[MicroBatch]] = loader.steps(self.state)
-        self.horizon = _horizon(runner, loader)
-        self._rows_per_epoch = max(1, loader.rows_per_epoch)
+        self.horizon = horizon(runner, loader)
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         self.problem = ""
@@ -69,7 +69,9 @@ class DataPosition:
     @property
     def epoch(self) -> float:
         """Progress in epochs, with a fraction."""
-        return self.state.epoch + self.state.rows_consumed / self._rows_per_epoch
+        if isinstance(self.loader, StepLoader):
+            return self.loader.progress(self.state)
+        return self.state.epoch + self.state.rows_consumed / max(1, self.loader.rows_per_epoch)
 
     def finished(self, step: int) -> bool:
         """Whether `max_epochs` or `max_steps` is reached after this many optimizer steps."""
@@ -166,7 +168,11 @@ class DataPosition:
         self.steps = self.loader.steps(self.state)
 
 
-def _horizon(runner: RunnerConfig, loader: Loader[MicroBatch]) -> int:
+def horizon(runner: RunnerConfig, loader: Loader[MicroBatch]) -> int:
+    """The optimizer steps until `max_epochs` or `max_steps`, whichever comes first."""
+    both = min(runner.max_epochs, runner.max_steps) > 0
+    if both and isinstance(loader, StepLoader) and loader.has_steps(runner.max_steps, runner.max_epochs):
+        return runner.max_steps
     steps = 0
     for epoch in range(max(0, runner.max_epochs)):
         steps += loader.num_steps(epoch)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from shardtune.config import Recipe
 from shardtune.data.loader.protocol import Loader, MicroBatch
+from shardtune.data.loader.step_loader import StepLoader
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.run_summary import RunSummary
@@ -38,6 +39,7 @@ def summarise(
     if horizon < recipe.runner.max_steps:
         limit = position.limit(horizon)
         notes.append(f"training ends after {horizon:,} steps by {limit}; runner.max_epochs: -1 sets no such limit")
+    counted = not isinstance(loader, StepLoader) or loader.is_counted
     all_trained = all(parameter.requires_grad for parameter in parameters.values())
     return RunSummary(
         model=type(state.inner).__name__.removeprefix("FSDP"),
@@ -46,10 +48,10 @@ def summarise(
         dtypes=state.dtypes,
         ranks=_ranks(ranks),
         attention="",
-        rows=loader.num_samples,
+        rows=loader.num_samples if counted else None,
         tokens=None,
         targets=0.0,
-        steps_per_epoch=loader.num_steps(0),
+        steps_per_epoch=loader.num_steps(0) if counted else None,
         total_steps=position.horizon,
         evaluation={name: _announced(info) for name, (_, info) in evaluations.items()},
         notes=notes,

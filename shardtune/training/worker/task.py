@@ -165,6 +165,14 @@ class Task(ABC):
     def data_files(self) -> list[dict[str, object]]:
         """The files that the training rows come from, with hashes; a resumed run must have the same."""
 
+    def recall_files(self, records: Sequence[Mapping[str, object]]) -> None:
+        """Take over what a run has recorded of its files, `data_files`, so that they need not be read for it again."""
+        return
+
+    def drawn_numbers(self, rows: Sequence[int]) -> Sequence[int]:
+        """The numbers of training rows by which random ones are drawn."""
+        return rows
+
     @abstractmethod
     def row_fingerprints(self, *, row_by_row: bool = False) -> dict[str, str]:
         """Fingerprints of the training and evaluation rows, by a name for messages; every rank must have the same.

@@ -30,11 +30,26 @@ class Rows:
         return ~np.isin(rows, self.dropped)
 
 
+class Counted:
+    """The spans of the files; notes which are counted."""
+
+    def __init__(self, files: list[OrderSource]) -> None:
+        self.files = files
+        self.counted: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int, /) -> OrderSource:
+        self.counted.add(number)
+        return self.files[number]
+
+
 def order(rows: Rows | None = None, weights=(1.0,) * 5, mixed_files=2, **options) -> FileOrder:
     spans = zip(STARTS, STARTS[1:], weights, strict=False)
     files = [OrderSource(f"file {number}", *span) for number, span in enumerate(spans)]
     given = options if "global_batch_tokens" in options else {"global_batch_size": 4, **options}
-    return FileOrder(rows or Rows(), files, **{"seed": 3, "mixed_files": mixed_files, **given})
+    return FileOrder(rows or Rows(), Counted(files), **{"seed": 3, "mixed_files": mixed_files, **given})
 
 
 def steps(data: FileOrder | DataOrder, epoch: int) -> Iterator[list[int]]:
@@ -86,6 +101,42 @@ def test_a_step_reads_the_files_of_its_window() -> None:
     rows.read.clear()
     data.cut(0, 36 - 2)
     assert rows.read <= set(first[3:])
+
+
+def test_files_are_counted_up_to_the_window_of_a_step() -> None:
+    first = permute(np.arange(5), 5, derive_seed(3, 0, "files")).tolist()
+    data = order()
+    counted = data._files.counted
+    assert SIZES[first[0]] > 4
+    data.cut(0, 0)
+    assert not data.is_end(0, 4)
+    assert counted == {first[0]}
+    data.cut(0, SIZES[first[0]])
+    assert counted == set(first[:3])
+    assert data.has_steps(SIZES[first[0]] // 4)
+    assert counted == set(first[:3])
+    assert data.has_steps(9)
+    assert not data.has_steps(10)  # of 36 rows
+    assert data.num_steps(0) == 9
+    assert counted == {*first}
+
+
+@pytest.mark.parametrize("weights", [(1.0,) * 5, (1.0, 0.01, 0.5, 2.0, 1.0)])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_progress_is_that_of_the_bytes_and_leads_back_to_the_place(weights: tuple[float, ...], epoch: int) -> None:
+    data = order(weights=weights, sizes=[70.0, 300.0, 120.0, 5.0, 90.0])
+    size = data.rows_per_epoch
+    found = [data.progress(epoch, place) for place in range(size)]
+    assert found[0] == 0.0
+    assert found == sorted(set(found))
+    assert [data.place_at(epoch, progress) for progress in found] == [*range(size)]
+    assert (data.progress(epoch, size), data.is_end(epoch, size)) == (1.0, True)
+    files = data.epoch(0).window(0)
+    assert files is not None
+    behind = [70.0, 300.0, 120.0, 5.0, 90.0][files[0]] / 585.0
+    first = data.epoch(0).places_of(0)[1]
+    assert order(sizes=[70.0, 300.0, 120.0, 5.0, 90.0]).progress(0, SIZES[files[0]]) == pytest.approx(behind)
+    assert data.progress(0, first) == pytest.approx(behind)
 
 
 def test_steps_by_tokens() -> None:
