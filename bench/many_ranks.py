@@ -31,10 +31,14 @@ from torch.distributed.checkpoint.planner import SavePlan  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 from workload import make_inputs  # noqa: E402
 
+from shardtune.checkpoint.checksums import add_checksums  # noqa: E402
 from shardtune.checkpoint.dcp import load_tensors  # noqa: E402
 from shardtune.checkpoint.save_plan import Parts, PartsPlanner, WrittenFile  # noqa: E402
+from shardtune.checkpoint.store import CheckpointStore  # noqa: E402
 from shardtune.checkpoint.tensor_index import INDEX, TensorIndex  # noqa: E402
+from shardtune.checkpoint.verified import damage  # noqa: E402
 from shardtune.config.rank_layout import Layout  # noqa: E402
+from shardtune.data.checksum import checksum  # noqa: E402
 from shardtune.data.loader.order import DataOrder, OrderSource  # noqa: E402
 from shardtune.data.loader.packing import deal  # noqa: E402
 from shardtune.run.plan.plan import planner  # noqa: E402
@@ -84,8 +88,8 @@ def by_ranks(folder: Path) -> list[list[str]]:
     return found
 
 
-def checkpoints_by_ranks(folder: Path) -> list[list[str]]:
-    """Rows of the table of checkpoints, one per number of ranks."""
+def loads_by_ranks(folder: Path) -> list[list[str]]:
+    """Rows of the table of loading, one per number of ranks."""
     write_parts(folder / "parts")
     found = []
     for number in RANKS:
@@ -97,10 +101,36 @@ def checkpoints_by_ranks(folder: Path) -> list[list[str]]:
         text = TensorIndex.of(parts).to_text()
         (parts / INDEX).write_text(text)
         by_index, opened = loading(parts, number)
-        files = [f"{each:,}" for each in (opened_without, opened)]
-        size = f"{len(text) / 1000:.0f} kB"
-        found.append([f"{number:,}", f"{by_headers:.2f}", f"{by_index:.3f}", *files, size, f"{planning(number):.3f}"])
+        times, files = (f"{by_headers:.2f}", f"{by_index:.3f}"), (f"{opened_without:,}", f"{opened:,}")
+        found.append([f"{number:,}", *times, *files, f"{len(text) / 1000:.0f} kB"])
     return found
+
+
+def saves_by_ranks(folder: Path) -> list[list[str]]:
+    """Rows of the table of saving, one per number of ranks."""
+    return [
+        [
+            f"{number:,}",
+            f"{planning(number):.3f}",
+            *(f"{each:.3f}" for each in committing(folder / str(number), number)),
+        ]
+        for number in RANKS
+    ]
+
+
+def committing(folder: Path, number: int) -> tuple[float, float]:
+    """Seconds in which rank 0 commits a checkpoint and removes the oldest of four, and verifies its share of one."""
+    store, taken = CheckpointStore(folder, keep_last=3), 0.0
+    for step in range(1, 5):
+        temporary = store.begin(step)
+        for part in ("model", "optimizer"):
+            (temporary / part).mkdir()
+            for rank in range(number):
+                (temporary / part / file_name(rank)).write_bytes(b"tensors")
+            sums = {file_name(rank): [(7, checksum(b"tensors"))] for rank in range(number)}
+            add_checksums(temporary / part, sums)
+        taken = timed(lambda temporary=temporary, step=step: store.commit(temporary, step, {}), 1)
+    return taken, timed(lambda: damage(store.path(4), 0, number), 1)
 
 
 def loading(folder: Path, number: int) -> tuple[float, int]:
@@ -178,14 +208,22 @@ def main() -> None:
             "data": {"train_data_paths": str(folder / "rows.jsonl"), "cache_dir": str(folder / "cache")},
         }
         (folder / "recipe.yaml").write_text(json.dumps(recipe))
-        ranks, checkpoints, rows = by_ranks(folder), checkpoints_by_ranks(folder), by_rows()
+        ranks, loads, saves, rows = (
+            by_ranks(folder),
+            loads_by_ranks(folder),
+            saves_by_ranks(folder / "saves"),
+            by_rows(),
+        )
     start = ["ranks", "groups, sharded", "groups, sharded by 8", "set-up and a step", "dealing its rows"]
-    saved = ["ranks", "loading without index", "loading", "files opened without index", "files opened", "index"]
+    load = ["ranks", "loading without index", "loading", "files opened without index", "files opened", "index"]
+    save = ["ranks", "planning a save", "committing it", "verifying a share"]
     text = "\n\n".join([
         f"{machine()}. Seconds of rank 0's processor, {ROWS_OF_RANK} rows to a rank; a model of 4 layers.",
         table(start, ranks),
         f"A checkpoint's folder of {len(TENSORS)} tensors, with a file of each rank:",
-        table([*saved, "planning a save"], checkpoints),
+        table(load, loads),
+        "A checkpoint of two such folders; its files are small, so that this is what depends on their number:",
+        table(save, saves),
         table(["rows", "order of a step of 1,024 rows, ms"], rows),
     ])  # fmt: skip
     print(text)
