@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,18 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_tree(folder: Path) -> None:
-    """Waits until everything under `folder` is on the disk, folders after what they hold."""
+def sync_tree(folder: Path, durable: Collection[str] = ()) -> None:
+    """Waits until everything under `folder` is on the disk, folders after what they hold.
+
+    Args:
+        folder: which.
+        durable: paths in it of files that are on the disk already.
+    """
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
-            sync_file(Path(parent) / name)
+            file = Path(parent) / name
+            if file.relative_to(folder).as_posix() not in durable:
+                sync_file(file)
         sync_folder(Path(parent))
 
 
@@ -106,13 +114,18 @@ def pointed_to(pointer: Path) -> Path | None:
         return None
 
 
-def publish(temporary: Path, target: Path) -> None:
+def publish(temporary: Path, target: Path, durable: Collection[str] = ()) -> None:
     """Makes a finished folder durable and gives it its name; a folder of that name is replaced.
 
     Both lie in the same parent folder. The old one is moved aside first, to `.<name>.old-…`, and removed last: between
     the two renames it has that name, and `recover` renames it back.
+
+    Args:
+        temporary: the finished folder.
+        target: its name.
+        durable: as for `sync_tree`.
     """
-    sync_tree(temporary)
+    sync_tree(temporary, durable)
     aside: Path | None = None
     if target.exists():
         aside = target.with_name(f".{target.name}.old-{uuid.uuid4().hex[:8]}")

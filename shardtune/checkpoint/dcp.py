@@ -11,26 +11,39 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedWriter, FileIO, IOBase
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
-from shardtune.checkpoint.checksums import add_checksums, read_checksums, share
+from shardtune.checkpoint.atomic import write_text
+from shardtune.checkpoint.checksums import add_checksums
 from shardtune.checkpoint.safetensors_file import StoredTensor, read_header
-from shardtune.data.checksum import BLOCK_BYTES, content_fault
-from shardtune.errors import CheckpointError, ShardtuneError
+from shardtune.checkpoint.save_plan import PartsPlanner, WrittenFile
+from shardtune.checkpoint.tensor_index import INDEX, TensorIndex
+from shardtune.checkpoint.tensor_reader import (
+    Plan,
+    Together,
+    check_same,
+    plan_reads,
+    read_planned,
+    stored_part,
+    verify_share,
+)
+from shardtune.data.checksum import BLOCK_BYTES, checksum
+from shardtune.errors import CheckpointError
 
 # The writer holds one file's bytes in memory, twice, while it writes them.
 _FILE_BYTES = 256 << 20
@@ -55,7 +68,9 @@ def save_tensors(
     if not tensors:
         return
     try:
-        dcp.save(_contiguous(tensors), storage_writer=_writer(folder, tensors), process_group=process_group)
+        planner = PartsPlanner()
+        writer = _Writer(folder, planner)
+        dcp.save(_contiguous(tensors), storage_writer=writer, planner=planner, process_group=process_group)
     except (CheckpointException, OSError) as problem:
         raise _write_error(folder, problem) from problem
 
@@ -98,8 +113,9 @@ def async_save_tensors(
         return PendingSave(folder, None)
     if process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError("several ranks save asynchronously through a process group of their own")
-    writer = _writer(folder, tensors)
-    save = dcp.async_save(_contiguous(tensors), storage_writer=writer, process_group=process_group)
+    planner = PartsPlanner()
+    writer = _Writer(folder, planner)
+    save = dcp.async_save(_contiguous(tensors), storage_writer=writer, planner=planner, process_group=process_group)
     return PendingSave(folder, save if isinstance(save, Future) else save.upload_completion)
 
 
@@ -108,33 +124,29 @@ def load_tensors(
 ) -> None:
     """Fills `tensors` in place from the folder `path`; all ranks call it with the same names.
 
+    The first rank reads the index and sends it to the others; each rank opens the files that hold its own parts.
+
     Raises:
         CheckpointError: names, shapes or dtypes are not exactly those saved, or a file is damaged (nothing is changed
-            then).
+            then); on every rank.
     """
-    folder = Path(path)
-    if not tensors:
-        _check_same(folder, _Reader(str(folder)).read_metadata(), tensors)
-        return
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=False)
-    try:
-        # The reader checks inside this call, in which the ranks exchange their errors: none waits for one that failed.
-        reader = _Reader(str(folder), tensors)
-        dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=process_group)
-    except (CheckpointException, OSError) as problem:
-        for error, _ in problem.failures.values() if isinstance(problem, CheckpointException) else ():
-            if isinstance(error, ShardtuneError):
-                raise error from problem
-        raise CheckpointError(
-            f"the checkpoint cannot be read: {_cause(problem)}",
-            where=str(folder),
-            remedy="continue from another checkpoint",
-        ) from problem
+    folder, ranks = Path(path), Together(process_group)
+    with _readable(folder):
+        index = ranks.by_first(lambda: TensorIndex.of(folder))
+        plan = ranks.by_each(lambda: _checked_plan(folder, index, tensors, ranks))
+        ranks.by_each(lambda: read_planned(plan))
+
+
+def _checked_plan(folder: Path, index: TensorIndex, tensors: Mapping[str, torch.Tensor], ranks: Together) -> Plan:
+    check_same(folder, index, tensors)
+    plan = plan_reads(folder, index, tensors)
+    verify_share(folder, *ranks.place)
+    return plan
 
 
 def stored_names(path: str | Path) -> list[str]:
     """The names of the tensors saved in a folder, sorted."""
-    return sorted(_Reader(str(path)).read_metadata().state_dict_metadata)
+    return sorted(TensorIndex.of(Path(path)).tensors)
 
 
 class StoredTensors:
@@ -145,76 +157,27 @@ class StoredTensors:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._reader = _Reader(str(path))
-        self._stored = self._reader.read_metadata()
-        self._reader.storage_data = self._stored.storage_data
+        self._folder = Path(path)
+        self._index = TensorIndex.of(self._folder)
+        self._headers: dict[str, Mapping[str, StoredTensor]] = {}
 
     @property
     def names(self) -> list[str]:
         """Of all tensors, sorted."""
-        return sorted(self._stored.state_dict_metadata)
+        return sorted(self._index.tensors)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A tensor on the CPU, joined from the parts that ranks wrote."""
-        stored = self._stored.state_dict_metadata[name]
-        assert isinstance(stored, TensorStorageMetadata)
-        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-        for chunk in stored.chunks:
-            places = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            source = self._reader.stored(MetadataIndex(name, chunk.offsets))
+        stored = self._index.tensors[name]
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        for part in self._index.parts(name, (0,) * tensor.ndim, stored.shape):
+            file = self._folder / part.file
+            if part.file not in self._headers:
+                self._headers[part.file] = read_header(file, CheckpointError)[0]
+            source = stored_part(self._index, name, part, self._headers[part.file], file)
+            places = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
             source.read_into(tensor[places], (0,) * tensor.ndim)
         return tensor
-
-
-class _Reader(dcp.HuggingFaceStorageReader):
-    """Reads with `pread` into the shards instead of mapping whole files, and damaged files are named.
-
-    Args:
-        path: the folder.
-        expected: tensors that must be exactly those stored; None: whatever is stored.
-    """
-
-    def __init__(self, path: str, expected: Mapping[str, torch.Tensor] | None = None) -> None:
-        super().__init__(path)
-        self._expected = expected
-        self._problem: CheckpointError | None = None
-
-    def read_metadata(self) -> Metadata:
-        self._tensors = {}
-        try:
-            for file in sorted(Path(self.path).glob("*.safetensors")):
-                self._tensors[file] = read_header(file, CheckpointError)[0]
-            if self._expected is not None:
-                _verify(Path(self.path))
-        except CheckpointError as problem:
-            if self._expected is None:
-                raise
-            self._tensors, self._problem = {}, problem  # torch would go on without metadata if it were raised here
-        if not self._tensors:
-            return Metadata(state_dict_metadata={}, storage_data={})
-        return super().read_metadata()
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: object, **__: object) -> None:
-        if self._problem is not None:
-            raise self._problem
-        if self._expected is not None:
-            _check_same(Path(self.path), metadata, self._expected)
-        super().set_up_storage_reader(metadata, is_coordinator)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        for item in plan.items:
-            stored = self.stored(item.storage_index)
-            target = planner.resolve_tensor(item).detach()
-            # A request covers a block of the stored chunk, offsets counted inside it.
-            stored.read_into(target, tuple(item.storage_offsets))
-            planner.commit_tensor(item, target)
-        future: TorchFuture[None] = TorchFuture()
-        future.set_result(None)
-        return future
-
-    def stored(self, index: MetadataIndex) -> StoredTensor:
-        """The part of a tensor that one rank wrote."""
-        return self._tensors[Path(self.storage_data[index].relative_path)][index.fqn]
 
 
 class _SummedStream(BufferedWriter):
@@ -233,6 +196,7 @@ class _SummedStream(BufferedWriter):
             block = content[start : start + BLOCK_BYTES]
             found.update(block)
             super().write(block)
+        self.flush()  # the writer syncs the file next, without this
         self._sums[self._path.name] = len(content), found.hexdigest()
         return len(content)
 
@@ -250,46 +214,55 @@ class _SummedFiles(FileSystem):
 
 
 class _Writer(dcp.HuggingFaceStorageWriter):
-    """Writes the checksums of the files of all ranks into `checksums.json`; they go the way of the write results."""
+    """Writes what is in the files of all ranks into `index.json`, and their checksums into `checksums.json`.
 
-    def __init__(self, folder: Path, files: dict[str, int]) -> None:
-        super().__init__(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-        self._folder = folder
+    Args:
+        folder: created here.
+        planner: of this save.
+    """
+
+    def __init__(self, folder: Path, planner: PartsPlanner) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._folder, self._planner = folder, planner
         self.fs = self._files = _SummedFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        super().write_data(plan, planner).wait()
+        files = _cut(plan)
+        storage = {**plan.storage_data, "fqn_to_index_mapping": files}
+        super().write_data(replace(plan, storage_data=storage), planner).wait()
+        numbers = {name: number for number, name in enumerate(self._planner.state_dict)}
+        held: dict[int, list[int]] = {}
+        for name, number in files.items():
+            held.setdefault(number, []).append(numbers[name])
+        sums = sorted(self._files.sums.items())  # by the numbers in their names
         written: TorchFuture[list[WriteResult]] = TorchFuture()
         written.set_result(
-            [WriteResult(MetadataIndex(name), size, digest) for name, (size, digest) in self._files.sums.items()]
+            [
+                WriteResult(MetadataIndex(name), size, WrittenFile(name, size, digest, np.array(tensors)))
+                for (name, (size, digest)), tensors in zip(sums, held.values(), strict=True)
+            ]
         )
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files = [file for of_rank in results for file in of_rank]
-        sums = {file.index.fqn: [(file.size_in_bytes, file.storage_data)] for file in files}
-        add_checksums(self._folder, sums, durably=False)
+        files = [[result.storage_data for result in of_rank] for of_rank in results]
+        text = self._planner.index(files).to_text()
+        write_text(self._folder / INDEX, text)  # durably, as the files are
+        sums = {file.name: [(file.size, file.digest)] for of_rank in files for file in of_rank}
+        content = text.encode()
+        add_checksums(self._folder, {**sums, INDEX: [(len(content), checksum(content))]}, durably=False)
 
 
-def _writer(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dcp.HuggingFaceStorageWriter:
+def _cut(plan: SavePlan) -> dict[str, int]:
+    """The number of the file, from 1, for each tensor of which this rank writes a part."""
     files: dict[str, int] = {}
     number, size = 1, 0
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if size and size + local.nbytes > _FILE_BYTES:
+    for item in plan.items:
+        part = item.tensor_storage_size() or 0
+        if size and size + part > _FILE_BYTES:
             number, size = number + 1, 0
-        files[name], size = number, size + local.nbytes
-    return _Writer(folder, files)
-
-
-def _verify(folder: Path) -> None:
-    """Compare this rank's share of the files with `checksums.json`; a run's checkpoint has them elsewhere, verified."""
-    together = dist.is_available() and dist.is_initialized()
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-    for name, parts in share(read_checksums(folder) or {}, rank, num_ranks).items():
-        fault = content_fault(folder / name, parts)
-        if fault is not None:
-            raise CheckpointError(f"{name} {fault}", where=str(folder), remedy="continue from another checkpoint")
+        files[item.index.fqn], size = number, size + part
+    return files
 
 
 def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -299,44 +272,17 @@ def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _check_same(folder: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse stored tensors whose names, shapes or dtypes are not those expected, or of which a part is missing."""
-    stored = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
-    missing = [name for name in tensors if name not in stored]
-    unexpected = [name for name in stored if name not in tensors]
-    differing = [
-        f"{name} (saved: {_form(meta.properties.dtype, meta.size)}; "
-        f"expected: {_form(tensors[name].dtype, tensors[name].shape)})"
-        for name, meta in stored.items()
-        if name in tensors
-        and (tuple(meta.size) != tuple(tensors[name].shape) or meta.properties.dtype != tensors[name].dtype)
-    ]
-    complaints = [
-        f"{len(names)} {what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-        for what, names in (
-            ("not in it", missing),
-            ("not in the model", unexpected),
-            ("differ in shape or dtype", differing),
-        )
-        if names
-    ]
-    if complaints:
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Turn an error of the disk into one that names the folder."""
+    try:
+        yield
+    except OSError as problem:
         raise CheckpointError(
-            f"the checkpoint is of another model or optimizer: {'; '.join(complaints)}",
-            where=str(folder),
-            remedy="continue with the recipe it was made with, or start another run (runner.logger.experiment_name)",
-        )
-    for name, meta in stored.items():
-        if sum(chunk.sizes.numel() for chunk in meta.chunks) < meta.size.numel():
-            raise CheckpointError(
-                f"a part of tensor '{name}' is missing: a file of the checkpoint is gone",
-                where=str(folder),
-                remedy="continue from another checkpoint",
-            )
-
-
-def _form(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+            f"the checkpoint cannot be read: {problem.strerror or problem}",
+            where=str(problem.filename or folder),
+            remedy="continue from another checkpoint",
+        ) from problem
 
 
 def _cause(problem: CheckpointException | OSError) -> str:
@@ -344,7 +290,7 @@ def _cause(problem: CheckpointException | OSError) -> str:
     if isinstance(problem, OSError):
         return problem.strerror or str(problem)
     for rank, (error, _) in problem.failures.items():
-        if isinstance(error, OSError | ShardtuneError):
+        if isinstance(error, OSError):
             return f"rank {rank}: {error}"
     raise problem
 

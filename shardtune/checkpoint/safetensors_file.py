@@ -87,23 +87,26 @@ class StoredTensor(ReadInParts):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
-        if target.numel() == 0:
+        if target.numel():
+            with opened(self.file) as descriptor:
+                self.read_from(descriptor, target, offsets)
+
+    def read_from(self, descriptor: int, target: torch.Tensor, offsets: Sequence[int]) -> None:
+        """As `read_into`, from the file that is open already."""
+        if not self.shape:
+            target.copy_(_pread(descriptor, self, 0, 1).view(self.dtype).reshape(()))
             return
-        with _opened(self.file) as descriptor:
-            if not self.shape:
-                target.copy_(_pread(descriptor, self, 0, 1).view(self.dtype).reshape(()))
-                return
-            row = math.prod(self.shape[1:]) * self.dtype.itemsize
-            step = max(1, _BUFFER_BYTES // max(1, row))
-            inner = tuple(slice(o, o + n) for o, n in zip(offsets[1:], target.shape[1:], strict=True))
-            for first in range(0, target.shape[0], step):
-                count = min(step, target.shape[0] - first)
-                raw = _pread(descriptor, self, (offsets[0] + first) * row, count * row // self.dtype.itemsize)
-                rows = raw.view(self.dtype).reshape(count, *self.shape[1:])
-                target[first : first + count].copy_(rows[(slice(None), *inner)])
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        step = max(1, _BUFFER_BYTES // max(1, row))
+        inner = tuple(slice(o, o + n) for o, n in zip(offsets[1:], target.shape[1:], strict=True))
+        for first in range(0, target.shape[0], step):
+            count = min(step, target.shape[0] - first)
+            raw = _pread(descriptor, self, (offsets[0] + first) * row, count * row // self.dtype.itemsize)
+            rows = raw.view(self.dtype).reshape(count, *self.shape[1:])
+            target[first : first + count].copy_(rows[(slice(None), *inner)])
 
 
-class _opened:
+class opened:
     """A read-only file descriptor that is closed at the end of the block."""
 
     def __init__(self, file: Path) -> None:

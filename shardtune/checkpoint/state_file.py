@@ -89,12 +89,13 @@ def _size(stored: object) -> int:
     return stored
 
 
-def fault_of(checkpoint: Path, run: str | None = None) -> str | None:
+def fault_of(checkpoint: Path, run: str | None = None, *, sizes: bool = True) -> str | None:
     """What is wrong with a checkpoint by `state.json` and the sizes of files; None for a complete one.
 
     Args:
         checkpoint: its folder.
         run: the id of the run that it must be of; None: of any.
+        sizes: whether to look at the files that `state.json` lists, of which there are some for every rank.
     """
     if not checkpoint.is_dir():
         return "there is no such folder"
@@ -107,7 +108,7 @@ def fault_of(checkpoint: Path, run: str | None = None) -> str | None:
         return f"its {STATE} is that of step {known.step}"
     if run is not None and known.run is not None and known.run != run:
         return "it was written by another run"
-    for name, parts in known.files.items():
+    for name, parts in known.files.items() if sizes else ():
         fault = size_fault(checkpoint / name, parts)
         if fault is not None:
             return f"{name} {fault}"

@@ -48,12 +48,16 @@ class CheckpointStore:
             beside it are copied into each checkpoint.
         keep_last: how many of the newest stay.
         keep_every: those at multiples of this many steps stay too.
+        sizes: whether checkpoints with a missing or torn file are incomplete; False: only `state.json` is read of each.
     """
 
-    def __init__(self, folder: str | Path, *, keep_last: int = 3, keep_every: int | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, *, keep_last: int = 3, keep_every: int | None = None, sizes: bool = True
+    ) -> None:
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self._sizes = sizes
         self._begun: set[str] = set()
         self._opened = False
 
@@ -76,22 +80,29 @@ class CheckpointStore:
         found = {_run_of(path) for path in self._folders().values()} - {None}
         return found.pop() if len(found) == 1 else None
 
-    def steps(self) -> list[int]:
-        """The steps with a complete checkpoint of this run, ascending; file contents are not read."""
-        run = self.run()
-        return [step for step, path in sorted(self._folders().items()) if fault_of(path, run) is None]
+    def steps(self, faults: Mapping[str, str] | None = None) -> list[int]:
+        """The steps with a complete checkpoint of this run, ascending; file contents are not read.
+
+        Args:
+            faults: of the checkpoints, where they are known; otherwise all files are looked at.
+        """
+        faults = self.faults() if faults is None else faults
+        return [step for step, path in sorted(self._folders().items()) if path.name not in faults]
 
     def latest(self) -> Path | None:
         """The first of `newest_first`."""
         return next(iter(self.newest_first()), None)
 
-    def newest_first(self) -> list[Path]:
+    def newest_first(self, faults: Mapping[str, str] | None = None) -> list[Path]:
         """The complete checkpoints that the run can be continued from.
 
         First the one that `latest` names, then those before it. Later ones belong to a course that was given up; they
         count only where `latest` is gone or names none that is there.
+
+        Args:
+            faults: as for `steps`.
         """
-        named, steps = self._pointed(), self.steps()
+        named, steps = self._pointed(), self.steps(faults)
         if named is not None and named.is_dir():
             before = [step for step in steps if step <= _step_of(named)]
             steps = before or steps
@@ -143,9 +154,10 @@ class CheckpointStore:
         target = self.path(step)
         try:
             copy_records(self.folder.parent, temporary)
-            StateFile(step, dict(state), _checksums(temporary), self.run()).write(temporary)
+            known = _known_checksums(temporary)
+            StateFile(step, dict(state), _checksums(temporary, known), self.run()).write(temporary)
             self._step_aside(target)
-            publish(temporary, target)
+            publish(temporary, target, durable=known.keys())
             self._begun.discard(temporary.name)
             write_text(self.folder / "latest", target.name + "\n")
             if best:
@@ -204,7 +216,7 @@ class CheckpointStore:
     def faults(self) -> dict[str, str]:
         """The incomplete checkpoints and those of other runs: name to what is wrong, without reading contents."""
         run = self.run()
-        faults = {path.name: fault_of(path, run) for path in self.all()}
+        faults = {path.name: fault_of(path, run, sizes=self._sizes) for path in self.all()}
         return {name: fault for name, fault in faults.items() if fault is not None}
 
     def not_provably_own(self) -> list[str]:
@@ -235,9 +247,9 @@ class CheckpointStore:
 
         The latest and the best stay in any case, and so does whatever does not record the id of this run.
         """
-        run = self.run()
-        latest = self.latest()
-        steps = [step for step in self.steps() if latest is None or step <= _step_of(latest)]
+        run, faults = self.run(), self.faults()
+        latest = next(iter(self.newest_first(faults)), None)
+        steps = [step for step in self.steps(faults) if latest is None or step <= _step_of(latest)]
         protected = {path.name for path in (latest, self.best()) if path is not None}
         kept = set(steps[-self.keep_last :] if self.keep_last > 0 else ())
         if self.keep_every:
@@ -292,8 +304,12 @@ class CheckpointStore:
         return {int(match.group(1)): path for match, path in matches if match}
 
 
-def open_checkpoint(path: str | Path) -> Path:
+def open_checkpoint(path: str | Path, *, sizes: bool = True) -> Path:
     """A complete checkpoint: `path` itself, or the newest of the run or `checkpoints` directory that `path` is.
+
+    Args:
+        path: of any of them.
+        sizes: as for `CheckpointStore`.
 
     Raises:
         CheckpointError: there is none, or it is torn (names the file).
@@ -303,11 +319,11 @@ def open_checkpoint(path: str | Path) -> Path:
         folder = pointed_to(folder) or folder
     for candidate in (folder, folder / "checkpoints"):
         if not (candidate / STATE).exists() and CheckpointStore(candidate)._folders():
-            latest = CheckpointStore(candidate).latest()
+            latest = CheckpointStore(candidate, sizes=sizes).latest()
             if latest is not None:
                 return latest
             raise CheckpointError(f"none of the checkpoints in '{candidate}' is complete", where=str(candidate))
-    fault = fault_of(folder)
+    fault = fault_of(folder, sizes=sizes)
     if fault is not None:
         raise CheckpointError(
             f"'{folder.name}' is not a complete checkpoint: {fault}",
@@ -337,12 +353,17 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("_")[2])
 
 
-def _checksums(folder: Path) -> dict[str, Parts]:
-    """The checksums of all files of a checkpoint: known of tensors since they were written; others are read."""
+def _known_checksums(folder: Path) -> dict[str, Parts]:
+    """The checksums of tensors, known since their ranks have written and synced them; they are moved out of there."""
     known: dict[str, Parts] = {}
     for noted in sorted(folder.rglob(CHECKSUMS)):
         parent = noted.parent.relative_to(folder)
         known |= {(parent / name).as_posix(): parts for name, parts in take_checksums(noted.parent).items()}
+    return known
+
+
+def _checksums(folder: Path, known: Mapping[str, Parts]) -> dict[str, Parts]:
+    """The checksums of all files of a checkpoint; those that are not known are read."""
     names = (name for name in relative_files(folder) if name != STATE)
     return {name: known.get(name) or file_parts(folder / name) for name in names}
 

@@ -21,16 +21,16 @@ THREADS = 4
 def damage(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
     """The damaged files of a checkpoint, with what is wrong; empty for a sound one.
 
-    Every file is read once, by one rank: a rank's own shards by that rank, if as many ranks wrote it, so that they are
-    in its host's memory when it loads them. Checkpoints of earlier versions have no checksums; of these, the headers of
-    tensor files and the JSON files are read.
+    Every file is looked at and read once, by one rank: a rank's own shards by that rank, if as many ranks wrote it, so
+    that they are in its host's memory when it loads them. Checkpoints of earlier versions have no checksums; of these,
+    the headers of tensor files and the JSON files are read.
 
     Args:
         checkpoint: its folder.
         rank: which part of the files to read.
         num_ranks: how many parts there are.
     """
-    fault = fault_of(checkpoint)
+    fault = fault_of(checkpoint, sizes=False)
     if fault is not None:
         return {checkpoint.name: fault}
     known = StateFile.read(checkpoint)

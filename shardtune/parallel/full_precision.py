@@ -36,7 +36,10 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
 def _kept(model: PreTrainedModel) -> set[nn.Parameter]:
     """What is kept whatever the half precision: in bf16; the rest, for fp16 alone, is about the range of weights."""
     is_kept = kept_in_fp32(model, torch.bfloat16)
-    outer = (model.get_input_embeddings(), model.get_output_embeddings())
+    try:
+        outer = (model.get_input_embeddings(), model.get_output_embeddings())
+    except NotImplementedError:  # of a class that does not say which of its modules these are
+        outer = ()
     apart = {parameter for module in outer if module is not None for parameter in module.parameters()}
     return {parameter for name, parameter in model.named_parameters() if is_kept(name)} - apart
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardtune.parallel.torch_private import contents, grouped_product, half_is_native
+from shardtune.parallel.torch_private import contents, grouped_product, half_is_native, is_compiled
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -138,7 +138,7 @@ def _are_half(values: Any) -> bool:
 
 
 class _Inside(threading.local):
-    """How many modules of a thread are being called, and the mode of the outermost."""
+    """How many modules of a thread are being called."""
 
     depth = 0
 
@@ -147,24 +147,23 @@ def multiply_in_fp32(root: nn.Module, units: Collection[nn.Module]) -> None:
     """Let a model compute its products so, in each call of it, of one of its units, or of a module with weights.
 
     Layers that are computed again in the backward pass are called by themselves there, and so are modules in methods
-    of a user's. Compiled code keeps the products of torch.
+    of a user's. A model with compiled layers keeps the products of torch: their code is made once, and called inside
+    of the model as well as by itself.
 
     Args:
         root: a model, sharded or not, that computes in half precision on a processor that lacks its instructions.
         units: layers that are called as a whole.
     """
+    if any(is_compiled(module) for module in root.modules()):
+        return
     inside, mode = _Inside(), ProductsInFp32()
 
     def before(_module: nn.Module, _inputs: object) -> None:
-        if torch.compiler.is_compiling():
-            return
         if not inside.depth:
             mode.__enter__()
         inside.depth += 1
 
     def after(_module: nn.Module, _inputs: object, _output: object) -> None:
-        if torch.compiler.is_compiling():
-            return
         inside.depth -= 1
         if not inside.depth:
             mode.__exit__(None, None, None)

@@ -131,6 +131,11 @@ grouped_product = torch._grouped_mm
 """Products of groups of rows, as the experts of transformers call it; the public one is `F.grouped_mm`."""
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` has been called."""
+    return module._compiled_call_impl is not None
+
+
 def half_is_native(dtype: torch.dtype) -> bool:
     """Whether torch's library for CPUs multiplies matrices of bf16 or fp16 here, and not torch number by number."""
     operations = torch.ops.mkldnn

@@ -81,18 +81,27 @@ def run_directory(recipe: Recipe) -> Path:
     return Path(logger.log_path) / str(logger.experiment_name)
 
 
-def plan_run(recipe: Recipe) -> RunPlan:
-    """Plan a run; writes nothing. Raises `CheckpointError` or `ConfigError` if the directory cannot be used."""
+def plan_run(recipe: Recipe, *, sizes: bool = True) -> RunPlan:
+    """Plan a run; writes nothing.
+
+    Args:
+        recipe: of the run.
+        sizes: whether to look at every file of every checkpoint and of a finished `final/`. They have some of each
+            rank, so a rank does not.
+
+    Raises:
+        CheckpointError, ConfigError: the directory cannot be used.
+    """
     run_dir = run_directory(recipe)
     check_writable(run_dir, "runner.logger.log_path")
     _check_names(run_dir)
     runner = recipe.runner
     if _begun_before(run_dir):  # the existing run belongs to this launch: it is continued, not moved aside
-        return _continue(run_dir, recipe, read_manifest(run_dir).get("resumed_from"))
+        return _continue(run_dir, recipe, read_manifest(run_dir).get("resumed_from"), sizes)
     if runner.overwrite:
         return RunPlan(run_dir, move_aside=holds_run(run_dir) or holds_results(run_dir))
     require_identity(run_dir)
-    requested = None if runner.resume_dir in (None, "auto") else open_checkpoint(str(runner.resume_dir))
+    requested = None if runner.resume_dir in (None, "auto") else open_checkpoint(str(runner.resume_dir), sizes=sizes)
     if not holds_run(run_dir):
         notes = () if requested is None else _check_changes(_run_of(requested), recipe)
         notes = (*notes, *lost_run(run_dir))
@@ -100,8 +109,8 @@ def plan_run(recipe: Recipe) -> RunPlan:
     if runner.resume_dir is None:
         raise _occupied(run_dir)
     began_from = read_manifest(run_dir).get("resumed_from")
-    if requested is None or str(requested) == began_from or requested == _newest(run_dir):
-        return _continue(run_dir, recipe, began_from)
+    if requested is None or str(requested) == began_from or requested == _newest(run_dir, sizes):
+        return _continue(run_dir, recipe, began_from, sizes)
     if _run_of(requested) != run_dir.resolve():
         raise _occupied(run_dir)
     notes = (*_check_changes(run_dir, recipe), f"going back to {requested}; later checkpoints go with the next save")
@@ -126,13 +135,14 @@ def _begun_before(run_dir: Path) -> bool:
     return launch is not None and read_manifest(run_dir).get("launch") == launch
 
 
-def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
+def _continue(run_dir: Path, recipe: Recipe, began_from: str | None, sizes: bool) -> RunPlan:
     """Continue a run from its newest checkpoint; one that has saved nothing yet begins again."""
-    store = CheckpointStore(run_dir / CHECKPOINTS)
-    faults, candidates = store.faults(), [path.resolve() for path in store.newest_first()]
+    store = CheckpointStore(run_dir / CHECKPOINTS, sizes=sizes)
+    faults = store.faults()
+    candidates = [path.resolve() for path in store.newest_first(faults)]
     notes = [*replaced_records(run_dir), *(f"passed over the checkpoint {name}: {why}" for name, why in faults.items())]
-    if began_from is not None and (not candidates or fault_of(Path(began_from)) is None):
-        candidates = list(dict.fromkeys([*candidates, open_checkpoint(began_from)]))
+    if began_from is not None and (not candidates or fault_of(Path(began_from), sizes=sizes) is None):
+        candidates = list(dict.fromkeys([*candidates, open_checkpoint(began_from, sizes=sizes)]))
     was_finished = "finished" in read_manifest(run_dir)
     if not candidates and faults:
         raise none_is_sound(store.folder, faults)
@@ -147,7 +157,8 @@ def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
     plan = RunPlan(run_dir, newest, tuple(candidates[1:]), began_from, notes=tuple(notes))
     if not was_finished or grown:
         return plan
-    return without_final(replace(plan, finished=True), partial(directory_faults, content=False))
+    plan = replace(plan, finished=True)
+    return without_final(plan, partial(directory_faults, content=False)) if sizes else plan
 
 
 def without_final(plan: RunPlan, damage_of: Callable[[Path], Mapping[str, str]]) -> RunPlan:
@@ -189,9 +200,9 @@ def _check_changes(run_dir: Path | None, recipe: Recipe) -> tuple[str, ...]:
     return check_changes(load_config(run_dir), recipe, run_dir, read_manifest(run_dir).get(FROM_ENVIRONMENT, {}))
 
 
-def _newest(run_dir: Path) -> Path | None:
+def _newest(run_dir: Path, sizes: bool) -> Path | None:
     """The newest checkpoint of a run, as `open_checkpoint` returns it."""
-    latest = CheckpointStore(run_dir / CHECKPOINTS).latest()
+    latest = CheckpointStore(run_dir / CHECKPOINTS, sizes=sizes).latest()
     return None if latest is None else latest.resolve()
 
 

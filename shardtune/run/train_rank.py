@@ -38,7 +38,7 @@ from shardtune.run.inputs import (
     check_finished,
     object_inputs,
 )
-from shardtune.run.preflight import check_same_rows, connecting, try_collective
+from shardtune.run.preflight import check_same_rows, connecting, is_one_of_several, try_collective
 from shardtune.run.push import push_command, push_final
 from shardtune.run.rank_training import RankTraining
 from shardtune.training.recorder import Recording
@@ -78,8 +78,9 @@ def train_rank(
             if main:
                 lock.acquire_existing()
                 tidy(run_dir)
-            # Every rank runs these checks, so that none waits for another that has failed.
-            plan = plan_run(recipe)
+            # Every rank runs these checks, so that none waits for another that has failed. Of several, each looks at a
+            # part of the files when the checkpoint is verified (`sound_first`).
+            plan = plan_run(recipe, sizes=not is_one_of_several())
             report = display.report if display else silent
             in_memory = object_inputs(recipe, objects) if main else Inputs()
             with connecting():

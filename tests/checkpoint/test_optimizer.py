@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from shardtune.checkpoint.dcp import save_tensors
+from shardtune.checkpoint.dcp import load_tensors, save_tensors
 from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_tensors
 from shardtune.errors import CheckpointError
 from tests.support.dist.ranks import run_ranks
@@ -169,6 +169,48 @@ def test_sharded_state_moves_between_ranks_and_one_process(tmp_path: Path) -> No
         torch.testing.assert_close(from_one, expected[kind], rtol=0, atol=1e-12)
         one = weights(taken_up(kind, tmp_path / f"{kind}-ranks", description, values))
         torch.testing.assert_close(one, after, rtol=0, atol=1e-12)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state, whole, by name."""
+    moments = {
+        f"{name}::{key}": whole(value)
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    return {**{name: whole(parameter) for name, parameter in model.named_parameters()}, **moments}
+
+
+def save_both(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    save_tensors(folder / "model", dict(model.named_parameters()))
+    return save(folder / "optimizer", model, optimizer)
+
+
+def load_both(folder: Path, description: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and optimizer of other values with what was saved."""
+    model, optimizer = build("AdamW", seed=1)
+    load_tensors(folder / "model", {name: parameter.detach() for name, parameter in model.named_parameters()})
+    load_optimizer_tensors(folder / "optimizer", optimizer, names_of(model), json.loads(description))
+    return model, optimizer
+
+
+def pass_on(source: str, target: str, description: str) -> str:
+    return save_both(Path(target), *load_both(Path(source), description))
+
+
+def test_weights_and_state_are_the_same_bits_after_two_ranks_had_them(tmp_path: Path) -> None:
+    """One process, two ranks, one process."""
+    model, optimizer = build("AdamW")
+    for number in range(3):
+        step(model, optimizer, number)
+    description = save_both(tmp_path / "one", model, optimizer)
+    described, _ = run_ranks(pass_on, 2, str(tmp_path / "one"), str(tmp_path / "two"), description)
+    assert len(list((tmp_path / "two/model").glob("*.safetensors"))) == 2
+    expected, found = state_of(model, optimizer), state_of(*load_both(tmp_path / "two", described))
+    assert expected.keys() == found.keys()
+    assert len(expected) == 3 * 5
+    different = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
+    assert different == []
 
 
 def test_options_are_restored_except_those_kept(tmp_path: Path) -> None:

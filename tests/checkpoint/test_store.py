@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from shardtune.checkpoint import atomic
+from shardtune.checkpoint import atomic, state_file
+from shardtune.checkpoint.checksums import add_checksums
 from shardtune.checkpoint.state_file import read_state
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
+from shardtune.checkpoint.verified import damage
+from shardtune.data.checksum import file_parts
 from shardtune.errors import CheckpointError
 
 
@@ -88,6 +91,36 @@ def test_torn_checkpoints_are_named_with_what_they_lack(tmp_path: Path) -> None:
     (store.path(2) / "model" / "weights.bin").write_bytes(b"")
     assert list(store.faults()) == ["global_step_2"]
     assert "torn" in store.faults()["global_step_2"]
+
+
+def test_files_of_ranks_are_looked_at_once_and_synced_by_those_who_wrote_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint has as many files as ranks, and rank 0 commits it: it reads and syncs none of theirs."""
+    store = CheckpointStore(tmp_path, keep_last=2)
+    looked: list[str] = []
+    synced: list[str] = []
+    fault, sync = state_file.size_fault, atomic.sync_file
+    monkeypatch.setattr(state_file, "size_fault", lambda path, parts: looked.append(path.name) or fault(path, parts))
+    monkeypatch.setattr(atomic, "sync_file", lambda path: synced.append(path.name) or sync(path))
+    for step in (1, 2, 3):
+        looked.clear()
+        synced.clear()
+        folder = store.begin(step)
+        for rank in range(5):
+            (folder / f"shard-{rank}").write_bytes(b"tensors")
+        (folder / "worker.json").write_text("{}")
+        add_checksums(folder, {f"shard-{rank}": file_parts(folder / f"shard-{rank}") for rank in range(5)})
+        store.commit(folder, step, {})
+        assert set(synced) == {"worker.json", "state.json"}
+        assert looked.count("shard-0") == min(step, 3), "once in each checkpoint that was there"
+    assert store.steps() == [2, 3]
+    (store.path(2) / "shard-4").unlink()
+    assert store.steps() == [3]
+    assert CheckpointStore(tmp_path, sizes=False).steps() == [2, 3]
+    assert damage(store.path(2), 0, 5) | damage(store.path(2), 1, 5) == {}
+    found = [damage(store.path(2), rank, 5) for rank in range(5)]
+    assert [each for each in found if each] == [{"shard-4": "is missing"}], "by the rank that verifies it"
 
 
 def test_best_is_swapped_and_never_written_in_place(tmp_path: Path) -> None:

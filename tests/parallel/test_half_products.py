@@ -157,6 +157,15 @@ def test_a_call_that_fails_leaves_products_as_they_were() -> None:
     assert not products
 
 
+def test_a_model_with_compiled_layers_is_left_as_it_is() -> None:
+    block = Block().bfloat16()
+    block.inner.compile(backend="eager")
+    multiply_in_fp32(block, [])
+    with watched() as products:
+        block(torch.ones(3, 4, dtype=torch.bfloat16))
+    assert products
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "dense": {},
     "selective": {"actor__model__is_lora": True, "actor__model__gradient_checkpointing": "selective"},

@@ -25,7 +25,7 @@ from shardtune.run.diff.circumstances import files_read
 from tests.support.dist.parity import EXACT
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import Trace, flat_script, recipe, run_recipe, save_model, save_rows
-from tests.support.opened_files import opened_files
+from tests.support.opened_rows import opened_files
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, rows, signal_after, write_rows
 
 STEPS = 7

@@ -1,35 +1,35 @@
-"""The data files that this process opens meanwhile."""
+"""The files that are opened meanwhile, by whatever function of Python."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
-class _Hook:
-    """An audit hook, which cannot be taken back: it notes names while there is a list for them."""
-
-    def __init__(self) -> None:
-        self.names: list[str] | None = None
-        sys.addaudithook(self._note)
-
-    def _note(self, event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open" and self.names is not None and str(arguments[0]).endswith(".jsonl"):
-            self.names.append(Path(str(arguments[0])).name)
+_watched: list[tuple[Path, list[str]]] = []
+_hooked: list[bool] = []
 
 
-_HOOKS: list[_Hook] = []
+def _note(event: str, arguments: tuple[object, ...]) -> None:
+    if event != "open" or not _watched or not isinstance(arguments[0], str | os.PathLike):
+        return
+    path = Path(arguments[0])
+    for folder, names in _watched:
+        if path.is_relative_to(folder):
+            names.append(path.relative_to(folder).as_posix())
 
 
 @contextmanager
-def opened_files() -> Iterator[list[str]]:
-    """The names of the JSON lines that are opened inside, once per time."""
-    hook = _HOOKS[0] if _HOOKS else _Hook()
-    _HOOKS[:] = [hook]
-    hook.names = names = []
+def opened_in(folder: Path) -> Iterator[list[str]]:
+    """The names of the files below a folder that are opened inside, once for each time."""
+    if not _hooked:  # one hook for the process: Python has no way to remove it
+        sys.addaudithook(_note)
+        _hooked.append(True)
+    entry: tuple[Path, list[str]] = (folder, [])
+    _watched.append(entry)
     try:
-        yield names
+        yield entry[1]
     finally:
-        hook.names = None
+        _watched.remove(entry)

@@ -166,10 +166,18 @@ def flip_bit(file: Path, place: float = 0.5, bit: int = 0) -> None:
 
 
 def as_saved_before_checksums(checkpoint: Path) -> None:
-    """Give a checkpoint the `state.json` of versions without checksums and run ids."""
+    """Give a checkpoint the form of versions without checksums, run ids and indices of tensors."""
     file = checkpoint / "state.json"
+    indices = list(checkpoint.rglob("index.json"))
+    assert indices
+    for index in indices:
+        index.unlink()
     known = json.loads(file.read_text())
-    sizes = {name: sum(size for size, _ in parts) for name, parts in known["files"].items()}
+    sizes = {
+        name: sum(size for size, _ in parts)
+        for name, parts in known["files"].items()
+        if not name.endswith("/index.json")
+    }
     file.write_text(json.dumps({"step": known["step"], "state": known["state"], "files": sizes}))
 
 

@@ -27,7 +27,7 @@ from shardtune.errors import ConfigError, DataError
 from shardtune.parallel.ranks import Ranks
 from shardtune.run.resume_check import data_changes
 from tests.data.cache.test_cache import WordEncoder
-from tests.support.opened_files import opened_files
+from tests.support.opened_rows import opened_files
 
 Reader = Callable[..., RowsByFile]
 
