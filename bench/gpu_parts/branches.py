@@ -67,6 +67,7 @@ FILES: Mapping[str, str] = {
     "parallel/flash_pieces.py": "ring attention, pieces",
     "parallel/free_memory.py": "memory and peak of the device",
     "parallel/fsdp2.py": "FSDP2 on one rank, offload, waits",
+    "parallel/half_products.py": "for processors alone",
     "parallel/ranks.py": "NCCL and gloo, waits",
     "parallel/torch_private.py": "FSDP2 on one rank",
     "run/plan/comparison.py": "part memory",

@@ -273,10 +273,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # By the whole vocabulary: all tensor-parallel ranks need the same number of chunks.
         whole = hidden.shape[-1] if weight is None else weight.shape[0]
         chunk = chunk_rows(hidden.device, whole if part is None else part.total)
-        # The gradient is rounded to half precision; on a CPU that multiplies it its products too, compiled for each
-        # number of rows.
+        # The gradient is rounded to half precision; on a CPU that has its products these too, compiled by rows.
         halves = not hidden.is_cuda and hidden.dtype == torch.bfloat16 and weight is not None and with_grad
-        halves = halves and not lacks_half_products(hidden.device, hidden.dtype)
+        halves &= not lacks_half_products(hidden.device, hidden.dtype)
         most = min(chunk, len(hidden)) + KERNEL_ROWS
         grads, states = (hidden.new_empty((most if halves else 0, size)) for size in (whole, hidden.shape[1]))
         # All chunks share one block of memory: on a CPU fresh pages cost a third of the product's time.

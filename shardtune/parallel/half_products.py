@@ -9,7 +9,9 @@ pass stays in half precision.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardtune.parallel.torch_private import contents, grouped_product, half_is_native, is_compiled
+from shardtune.parallel.torch_private import grouped_product, half_is_native, is_compiled
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -143,19 +145,21 @@ class _Inside(threading.local):
     depth = 0
 
 
-def multiply_in_fp32(root: nn.Module, units: Collection[nn.Module]) -> None:
-    """Let a model compute its products so, in each call of it, of one of its units, or of a module with weights.
+_computing_so: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    Layers that are computed again in the backward pass are called by themselves there, and so are modules in methods
-    of a user's. A model with compiled layers keeps the products of torch: their code is made once, and called inside
-    of the model as well as by itself.
+
+def multiply_in_fp32(root: nn.Module) -> None:
+    """Let a model compute its products so, whichever of its modules is called, and in `recomputing`.
+
+    A model with compiled layers keeps the products of torch: their code is made once, and called inside of the model as
+    well as by itself.
 
     Args:
         root: a model, sharded or not, that computes in half precision on a processor that lacks its instructions.
-        units: layers that are called as a whole.
     """
     if any(is_compiled(module) for module in root.modules()):
         return
+    _computing_so.add(root)
     inside, mode = _Inside(), ProductsInFp32()
 
     def before(_module: nn.Module, _inputs: object) -> None:
@@ -168,11 +172,14 @@ def multiply_in_fp32(root: nn.Module, units: Collection[nn.Module]) -> None:
         if not inside.depth:
             mode.__exit__(None, None, None)
 
-    chosen = {root, *units, *(module for module in root.modules() if contents(module)[0])}
     for module in root.modules():
-        if module in chosen:
-            module.register_forward_pre_hook(before, prepend=True)
-            module.register_forward_hook(after, always_call=True)
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after, always_call=True)
+
+
+def recomputing() -> AbstractContextManager[object]:
+    """For a backward pass, in which checkpointed layers are computed again without the hooks of their modules."""
+    return ProductsInFp32() if _computing_so else nullcontext()
 
 
 def lacks_half_products(device: torch.device, dtype: torch.dtype) -> bool:

@@ -77,7 +77,7 @@ def shard_model(
         )
     _register_recorded_outputs(root)
     if lacks_half_products(ranks.device, COMPUTE_DTYPE[precision]):
-        multiply_in_fp32(root, units)
+        multiply_in_fp32(root)
 
     def hold(
         model: nn.Module,

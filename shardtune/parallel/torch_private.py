@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import requires
 from typing import cast
 
@@ -136,6 +136,7 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+@cache
 def half_is_native(dtype: torch.dtype) -> bool:
     """Whether torch's library for CPUs multiplies matrices of bf16 or fp16 here, and not torch number by number."""
     operations = torch.ops.mkldnn

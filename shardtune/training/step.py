@@ -18,6 +18,7 @@ from shardtune.data.user_loader.batch import UserBatch
 from shardtune.errors import ModelError
 from shardtune.launch.progress import PROGRESS
 from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.half_products import recomputing
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.anomalies import Kind
 from shardtune.training.resident_memory import Earlier
@@ -191,7 +192,8 @@ def accumulate(
         if type(output) is not dict or filler or isinstance(batch, UserBatch):
             output, beside = read_train_output(output, batch)
         check_weights(output, batch.weights)
-        objective(output, denominators, scale).backward()
+        with recomputing():
+            objective(output, denominators, scale).backward()
         for name, loss in output.items():
             totals[name] = totals[name].to(loss.total.device) + loss.total.detach().double()
         for name, metric in beside.items():

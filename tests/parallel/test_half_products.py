@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from shardtune.config import load_recipe
 from shardtune.models import loss
 from shardtune.parallel import half_products, shard
-from shardtune.parallel.half_products import ProductsInFp32, lacks_half_products, multiply_in_fp32
+from shardtune.parallel.half_products import ProductsInFp32, lacks_half_products, multiply_in_fp32, recomputing
 from shardtune.parallel.torch_private import TorchDispatchMode, grouped_product, schema_of
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.training import recipe, save_model, save_rows
@@ -143,7 +143,7 @@ class Block(nn.Module):
 
 def test_a_call_that_fails_leaves_products_as_they_were() -> None:
     block = Block().bfloat16()
-    multiply_in_fp32(block, [])
+    multiply_in_fp32(block)
     x = torch.ones(3, 4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="no"):
         block(x, fails=True)
@@ -153,14 +153,19 @@ def test_a_call_that_fails_leaves_products_as_they_were() -> None:
     with watched() as products:
         block(x)
         block.inner(x)
-        checkpoint(block, x.clone().requires_grad_(), use_reentrant=False).float().sum().backward()
+        with_grad = x.clone().requires_grad_()
+        checkpoint(block, with_grad, use_reentrant=False).float().sum().backward()
+        with ProductsInFp32():  # as in the model's own forward; the recomputation calls no hook of the block
+            found = checkpoint(block.forward, with_grad, use_reentrant=False)
+        with recomputing():
+            found.float().sum().backward()
     assert not products
 
 
 def test_a_model_with_compiled_layers_is_left_as_it_is() -> None:
     block = Block().bfloat16()
     block.inner.compile(backend="eager")
-    multiply_in_fp32(block, [])
+    multiply_in_fp32(block)
     with watched() as products:
         block(torch.ones(3, 4, dtype=torch.bfloat16))
     assert products

@@ -282,7 +282,7 @@ class StepLoader:
 
     def progress(self, state: DataState) -> float:
         """A position as a number of epochs, with a fraction."""
-        return state.epoch + state.rows_consumed / max(1, self.rows_per_epoch)
+        return state.epoch + state.rows_consumed / max(1, self._order.rows_per_epoch)
 
     def state_at(self, progress: float) -> DataState:
         """The position of which `progress` is that number."""
