@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardtune.parallel.torch_private import grouped_product, half_is_native, is_compiled
+from shardtune.parallel.torch_private import backward, grouped_product, half_is_native, is_compiled
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -122,6 +122,9 @@ class ProductsInFp32(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
+        if func == _TENSOR.backward:
+            with self:  # a mode is off while it handles a function, and this one computes layers again
+                return backward(*args, **kwargs)
         form = _FORMS.get(func)
         if form is not None and _are_half(args):
             return form(*args, **kwargs)

@@ -25,7 +25,7 @@ from tests.support.dist.training import quiet
 from tests.support.tiny_run import make_tiny, write_rows
 
 PACKAGE = Path(shardtune.__file__).parent
-OF_A_PROCESSOR = PACKAGE / "parallel" / "half_products.py"
+OF_A_PROCESSOR = ("parallel/half_products.py", "parallel/torch_private.py backward")
 """What a processor without instructions for bf16 needs in addition."""
 PARTS = re.compile(r"\.<locals>\.<(listcomp|dictcomp|setcomp|genexpr)>")
 MAX_FUNCTIONS, MAX_FILES, MAX_LINES = 25, 10, 80
@@ -54,8 +54,9 @@ def traced() -> Iterator[dict[str, CodeType]]:
         sys.setprofile(None)
         for code in entered.values():
             file = Path(code.co_filename)
-            if PACKAGE in file.parents and file != OF_A_PROCESSOR and not PARTS.search(code.co_qualname):
-                seen[f"{file.relative_to(PACKAGE)} {code.co_qualname}"] = code
+            name = f"{file.relative_to(PACKAGE)} {code.co_qualname}" if PACKAGE in file.parents else ""
+            if name and not name.startswith(OF_A_PROCESSOR) and not PARTS.search(code.co_qualname):
+                seen[name] = code
 
 
 @dataclass(frozen=True, slots=True)

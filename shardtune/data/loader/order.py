@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -125,7 +126,7 @@ class DataOrder:
                 remedy="raise a weight in data.train_data_paths",
             )
 
-    @property
+    @cached_property
     def rows_per_epoch(self) -> int:
         """Places of an epoch, those of rows that are left out among them."""
         return int(self._ends[-1]) if len(self._ends) else 0
