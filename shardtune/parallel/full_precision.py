@@ -38,7 +38,7 @@ def _kept(model: PreTrainedModel) -> set[nn.Parameter]:
     is_kept = kept_in_fp32(model, torch.bfloat16)
     try:
         outer = (model.get_input_embeddings(), model.get_output_embeddings())
-    except NotImplementedError:  # of a class that does not say which of its modules these are
+    except RuntimeError:  # of a class that does not say which of its modules these are
         outer = ()
     apart = {parameter for module in outer if module is not None for parameter in module.parameters()}
     return {parameter for name, parameter in model.named_parameters() if is_kept(name)} - apart

@@ -221,6 +221,9 @@ def _cheaper(name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, An
     """
     if name == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
         return torch.ops.aten.empty.memory_format, (_grouped_size(*args, **kwargs),), {"dtype": args[0].dtype}
+    if name == "aten::histc" and not args[0].is_floating_point():  # of whole numbers on a GPU alone
+        bins = args[1] if len(args) > 1 else kwargs.get("bins", 100)
+        return torch.ops.aten.empty.memory_format, ([bins],), {"dtype": args[0].dtype}
     if name == "aten::_unsafe_view":
         return torch.ops.aten.view.default, args, kwargs
     if name == "aten::empty_like" and "device" in kwargs and "memory_format" not in kwargs:
