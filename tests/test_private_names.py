@@ -18,7 +18,7 @@ ALLOWED = PACKAGE / "parallel" / "torch_private.py"
 MODULE_INTERNALS = frozenset(("_parameters", "_buffers", "_modules", "_apply", "_non_persistent_buffers_set"))
 OTHERS = frozenset((
     "_exit",  # of os
-    "_current_frames",  # of sys, documented
+    "_current_frames", "_getframe",  # of sys, documented
     # Of transformers, which documents several of them for authors of models.
     "_attn_implementation", "_experts_implementation", "_get_dtype_plan", "_get_generation_parameters",
     "_keys_to_ignore_on_load_missing",

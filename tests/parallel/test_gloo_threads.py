@@ -34,6 +34,8 @@ def laid_out_twice() -> tuple[set[int], int, int, bool]:
     layout = Layout(shard=2)
     first = lay_out(layout, dist.get_rank(), torch.device("cpu"))
     group = first.new_group()
+    for one in (group, first.mesh.get_group("shard") if first.mesh is not None else None):
+        dist.all_reduce(torch.ones(1), group=one)  # a thread that has carried a message has its name
     before = loops()
     second = lay_out(layout, dist.get_rank(), torch.device("cpu"))
     dist.barrier(group)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -90,6 +89,9 @@ class DataOrder:
         lengths: int32 [rows], needed to cut by tokens.
         left_out: int64, ascending; rows that have their places in the order and are in no step. So a row that is left
             out later moves no other one across an epoch's parts, and steps before its place stay what they were.
+
+    Attributes:
+        rows_per_epoch: places of an epoch, those of rows that are left out among them.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class DataOrder:
         self._lengths = np.empty(0, np.int32) if lengths is None else lengths
         self._left_out = np.empty(0, np.int64) if left_out is None else left_out
         self._ends = np.cumsum([source.rows_per_epoch for source in self._sources], dtype=np.int64)
+        self.rows_per_epoch = int(self._ends[-1]) if len(self._ends) else 0
         self._steps: dict[int, int] = {}
         self._rows: dict[int, int] = {}
         if not self.rows_per_epoch or not self.num_rows(0):
@@ -125,11 +128,6 @@ class DataOrder:
                 where=", ".join(f"{s.name}: weight {s.weight:g} of {s.stop - s.start} rows" for s in self._sources),
                 remedy="raise a weight in data.train_data_paths",
             )
-
-    @cached_property
-    def rows_per_epoch(self) -> int:
-        """Places of an epoch, those of rows that are left out among them."""
-        return int(self._ends[-1]) if len(self._ends) else 0
 
     def is_end(self, epoch: int, place: int) -> bool:
         """Whether no place follows in an epoch."""

@@ -228,7 +228,7 @@ class CachedRowsTask(Task):
             lengths=rows.lengths,
             left_out=rows.left_out,
         )
-        return StepLoader(weighed, order, maker, token_term=token_term, num_processes=processes)  # pyright: ignore[reportArgumentType]
+        return StepLoader(weighed, order, maker, token_term=token_term, num_processes=processes)
 
     def changes(self) -> Changes | None:
         """The random changes of training rows (`data.augmentation`); None where there are none.
