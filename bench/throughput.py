@@ -39,7 +39,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROWS_PER_STEP = 8  # TRL's default batch
 MAX_LENGTH = 1024  # TRL's default, too
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-CONTENDERS = ("shardtune", "flat", "trl", "trl-no-checkpointing", "trl-packing", "products")
+CONTENDERS = ("shardtune", "shardtune-compiled", "flat", "trl", "trl-no-checkpointing", "trl-packing", "products")
 
 
 class Turns:
@@ -72,13 +72,13 @@ class Turns:
         print("@" + json.dumps({**what, "peak_gb": peak}), flush=True)
 
 
-def recipe(folder: Path, precision: str) -> dict[str, Any]:
+def recipe(folder: Path, precision: str, **model: Any) -> dict[str, Any]:
     return {
         "runner": {"logger": {"log_path": str(folder / "runs"), "experiment_name": "bench"}, "max_epochs": 1000},
         "actor": {
             "micro_batch_size": ROWS_PER_STEP,
             "global_batch_size": ROWS_PER_STEP,
-            "model": {"model_path": str(folder / "model"), "precision": precision},
+            "model": {"model_path": str(folder / "model"), "precision": precision, **model},
             "optim": {"lr": 2.0e-5, "lr_scheduler": "linear", "weight_decay": 0.0, "args": {"fused": True}},
         },
         "data": {
@@ -89,11 +89,11 @@ def recipe(folder: Path, precision: str) -> dict[str, Any]:
     }
 
 
-def run_shardtune(folder: Path, precision: str, turns: Turns) -> None:
+def run_shardtune(folder: Path, precision: str, turns: Turns, **model: Any) -> None:
     from shardtune import SFTRunner, SFTWorker
     from shardtune.config import load_recipe
 
-    loaded = load_recipe(recipe(folder, precision))
+    loaded = load_recipe(recipe(folder, precision, **model))
     worker = SFTWorker(loaded, report=lambda text: None)
 
     class Watch:
@@ -247,6 +247,7 @@ def run_products(folder: Path, precision: str, turns: Turns) -> None:
 
 RUN: dict[str, Callable[[Path, str, Turns], None]] = {
     "shardtune": run_shardtune,
+    "shardtune-compiled": lambda folder, precision, turns: run_shardtune(folder, precision, turns, compile=True),
     "flat": run_flat,
     "trl": run_trl,
     "trl-no-checkpointing": lambda folder, precision, turns: run_trl(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from shardtune.errors import DataError, ParallelError
 from shardtune.models.packed_attention import DOCUMENTS, check_no_dropout
-from shardtune.models.packing_probe import AGREEMENT
+from shardtune.models.packing_probe import AGREEMENT, NOT_THE_MODELS
+from shardtune.parallel.fp32_compute import computing_in_fp32
+from shardtune.parallel.half_products import HALF
 from shardtune.parallel.sequence_parallel import TokenShare
 from shardtune.parallel.torch_private import tree_map
 
@@ -81,30 +83,43 @@ class SequenceForward:
     def probe_assumptions(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compare the logits of some tokens with the model's own forward on all of them; every rank calls it.
 
+        In half precision both are computed in fp32, as a state that ends at a rank's first token may change logits by
+        less than half precision rounds; in half precision itself where the model's code takes nothing else.
+
         Raises:
             ParallelError: they differ: the model mixes tokens in layers other than attention.
         """
         model, was_training = self._model, self._model.training
-        tokens = 4 * self._ranks.size() + 1
-        rows = int(model.config.get_text_config().vocab_size)
-        input_ids = (torch.arange(2 * tokens, device=device) * 7919 % rows).view(2, tokens)
         model.eval()
-        whole = model(input_ids=input_ids, use_cache=False)[0]
-        share = self.share(tokens)
-        part = slice(share.start, share.start + share.length)
-        with self.sharing(share):
-            mine = model(input_ids=input_ids[:, part])[0]
+        try:
+            with computing_in_fp32() if dtype in HALF else nullcontext():
+                apart, computed = self._apart(device), torch.float32 if dtype in HALF else dtype
+        except NOT_THE_MODELS:
+            raise
+        except Exception:  # a model's code is third-party and may raise anything
+            if dtype not in HALF:
+                raise
+            apart, computed = self._apart(device), dtype
         model.train(was_training)
-        apart = float(
-            (mine.double() - whole[:, part].double()).abs().max() / whole.double().abs().max().clamp(min=1e-9)
-        )
-        if not apart < AGREEMENT[dtype]:
+        if not apart < AGREEMENT[computed]:
             raise ParallelError(
                 f"{_kind(model)} gives other logits when ranks share its sequences (by {apart:.1e}): it has layers "
                 "that look at other tokens than by attention",
                 where=WHERE,
                 remedy="leave sequence_parallel_size out",
             )
+
+    def _apart(self, device: torch.device) -> float:
+        """The largest difference of this rank's logits, relative to the largest logit of all."""
+        tokens = 4 * self._ranks.size() + 1
+        rows = int(self._model.config.get_text_config().vocab_size)
+        input_ids = (torch.arange(2 * tokens, device=device) * 7919 % rows).view(2, tokens)
+        whole = self._model(input_ids=input_ids, use_cache=False)[0]
+        share = self.share(tokens)
+        part = slice(share.start, share.start + share.length)
+        with self.sharing(share):
+            mine = self._model(input_ids=input_ids[:, part])[0]
+        return float((mine.double() - whole[:, part].double()).abs().max() / whole.double().abs().max().clamp(min=1e-9))
 
 
 def check_shareable(model: nn.Module) -> PreTrainedModel:

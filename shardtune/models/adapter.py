@@ -169,15 +169,16 @@ class Adapter(ABC):
         if layout.sequence > 1:
             raise cannot_share_sequences(type(self).__name__, "it takes whole rows")
 
-    def check_tensor_plan(self, model: nn.Module, layout: Layout) -> None:
-        """Refuse a `tensor_plan` that names what the model does not have."""
+    def check_parallel(self, model: nn.Module, layout: Layout) -> None:
+        """Refuse what ranks that share rows cannot compute, such as a `tensor_plan` that names what the model does not
+        have."""
         if layout.tensor > 1:
             check_names(model, self.tensor_plan, f"{type(self).__name__}.tensor_plan")
 
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         """Split the model among the ranks that share rows, before it is sharded."""
         self.check_layout(ranks.layout)
-        self.check_tensor_plan(model, ranks.layout)
+        self.check_parallel(model, ranks.layout)
         declared = model if isinstance(model, PreTrainedModel) else None
         tensor_plan = self.tensor_plan or (declared.tp_plan if declared is not None else {})
         return apply_model_parallel(model, tensor_plan, declared.ep_plan if declared is not None else {}, ranks, None)

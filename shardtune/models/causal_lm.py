@@ -25,7 +25,7 @@ from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import Row, TooLong
 from shardtune.data.loader.packing import NO_ROW, pack
-from shardtune.errors import ModelError
+from shardtune.errors import ModelError, ParallelError
 from shardtune.models.activation_checkpointing import checkpoint_arguments
 from shardtune.models.adapter import (
     AdapterRoot,
@@ -278,17 +278,22 @@ class CausalLM(LanguageModel):
             return None
         return text.get("sliding_window")
 
-    def one_row_per_forward(self, model: nn.Module) -> None:
-        """Stop packing: from now on each forward holds one row, with the model's own attention."""
+    def one_row_per_forward(self, model: nn.Module, why: str = "") -> None:
+        """Stop packing: from now on each forward holds one row, with the model's own attention.
+
+        Raises:
+            ParallelError: ranks share sequences, which no attention but ours computes; names `why`.
+        """
+        if self._sequence is not None:
+            raise cannot_share_sequences(type(model).__name__, why or "its rows cannot be packed")
         self.packs, self._attention = False, self._own_attention
         self._mixers.run_row_by_row(False)
         set_attention(model, self._attention)
 
     def mix_row_by_row(self, on: bool) -> bool:
         """Let each packed row run through layers with a state by itself; returns whether the model has any."""
-        possible = self._mixes and self._sequence is None
-        self._mixers.run_row_by_row(on and possible)
-        return possible
+        self._mixers.run_row_by_row(on and self._mixes)
+        return self._mixes
 
     @property
     def leaks(self) -> str:
@@ -415,20 +420,43 @@ class CausalLM(LanguageModel):
         check_no_dropout(values, where, lambda name: f"set actor.model.config_overrides: {{{name}: 0.0}}")
 
     def _heads(self) -> Heads:
-        values = self.config.get_text_config().to_dict()
-        query = int(values["num_attention_heads"])
-        size = int(values.get("head_dim") or values["hidden_size"] // query)
-        return Heads(query, int(values.get("num_key_value_heads") or query), size)
+        """The heads of the config, by the names that all configs share.
+
+        Raises:
+            ParallelError: it has none.
+        """
+        text = self.config.get_text_config()
+        values, names = text.to_dict(), text.attribute_map
+
+        def number(name: str) -> int | None:
+            return values.get(names.get(name, name))
+
+        heads, hidden = number("num_attention_heads"), number("hidden_size")
+        if heads is None or hidden is None:
+            raise ParallelError(
+                f"a {text.model_type} has no attention heads (num_attention_heads), which ranks could share",
+                where="actor.parallel",
+                remedy="leave tensor and sequence out: ranks share the rows then, and the weights",
+            )
+        return Heads(heads, number("num_key_value_heads") or heads, number("head_dim") or hidden // heads)
+
+    def check_parallel(self, model: nn.Module, layout: Layout) -> None:
+        super().check_parallel(model, layout)
+        if layout.sequence == 1:
+            return
+        if self._attention != DOCUMENTS:
+            what = f"{type(model).__name__} with attn_implementation {self._attention}"
+            raise cannot_share_sequences(what, "attention is not ours")
+        if self._mixes:
+            why = f"{self._mixers.names} computes a row's state from all tokens before, and a rank has its own alone"
+            raise cannot_share_sequences(type(model).__name__, why)
 
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         """Split the model among the ranks that share rows, by the plans that transformers declares for it."""
         layout = ranks.layout
         self.check_layout(layout)
+        self.check_parallel(model, layout)
         if layout.sequence > 1:
-            if self._attention != DOCUMENTS:
-                raise cannot_share_sequences(
-                    f"{type(model).__name__} with attn_implementation {self._attention}", "attention is not ours"
-                )
             too_long = self._beyond_packing()
             if too_long:
                 raise cannot_share_sequences(type(model).__name__, too_long)
@@ -450,7 +478,7 @@ class CausalLM(LanguageModel):
         assert isinstance(root, LanguageRoot)
         too_long = self._beyond_packing() if self.packs else ""
         if too_long:
-            self.one_row_per_forward(root.model)
+            self.one_row_per_forward(root.model, too_long)
         found = probe_packing(root, self, samples, device, dtype)
         self._packs_proved = self.packs
         if self._rings:

@@ -50,6 +50,11 @@ class Mixers:
     def __len__(self) -> int:
         return len(self._layers)
 
+    @property
+    def names(self) -> str:
+        """The classes of the layers."""
+        return ", ".join(sorted({type(layer).__name__ for layer in self._layers}))
+
     def run_row_by_row(self, on: bool) -> None:
         """Let each packed row run through the layers by itself, or no longer."""
         if on == self._row_by_row:

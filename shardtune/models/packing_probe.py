@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -14,9 +16,12 @@ from shardtune.batch import PackedBatch, Sample
 from shardtune.errors import ModelError
 from shardtune.models.adapter import LanguageRoot
 from shardtune.models.mixed_precision import HALF
+from shardtune.parallel.fp32_compute import computing_in_fp32
 
 LONGEST = 2048
 """Tokens of a row that the probe computes."""
+LONGEST_IN_FP32 = 512
+"""The same for rows that are computed in fp32 as well, where a model computes in half precision."""
 LONGEST_WINDOW = 4096
 """Largest sliding window, in tokens, for which rows longer than the window are probed."""
 POSITIONS = 8
@@ -34,6 +39,9 @@ MIXED = "rows are packed, but each runs through its layers with a state by itsel
 WITHOUT_BOUNDARIES = "its linear attention does not receive where rows begin"
 NARROWED = "{} are in half precision while it computes, as its code takes one dtype alone"
 DIFFERS_FROM_EAGER = "its own attention differs from transformers' eager attention, and is used as it is"
+IN_HALF_ALONE = (
+    "rows were compared in half precision alone, which shows large differences only: its code does not compute in fp32"
+)
 NOT_THE_MODELS = (torch.OutOfMemoryError, DistError)
 """Exceptions from which nothing follows about the model."""
 
@@ -54,10 +62,35 @@ class Choices(Protocol):
     def changed(self, sample: Sample) -> Sample: ...
     def share_by_length(self, on: bool) -> bool: ...
     def mix_row_by_row(self, on: bool) -> bool: ...
-    def one_row_per_forward(self, model: nn.Module) -> None: ...
+    def one_row_per_forward(self, model: nn.Module, why: str = "") -> None: ...
     def exchange_transform(self) -> bool: ...
     def use_own_head(self) -> None: ...
     def narrow_buffers(self, model: nn.Module, dtype: torch.dtype) -> Sequence[str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The model's own logits of some rows, to which those of a faster way are compared.
+
+    Attributes:
+        rows: of the data, cut to a length.
+        logits: of each row alone, [positions, vocabulary].
+        dtype: in which the model computes.
+        computing: makes it compute so.
+    """
+
+    rows: Sequence[Sample]
+    logits: Sequence[torch.Tensor]
+    dtype: torch.dtype
+    computing: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def agree(self, found: Sequence[torch.Tensor]) -> bool:
+        """Whether logits of a faster way are those of the model, up to rounding."""
+        return all(_agree(got, own, AGREEMENT[self.dtype]) for got, own in zip(found, self.logits, strict=True))
+
+    def may_move(self, *, experts: bool) -> float:
+        """How far the logits of a row may move when another one changes."""
+        return (ISOLATION if experts else SAME_SHAPES)[self.dtype]
 
 
 @torch.no_grad()
@@ -71,6 +104,9 @@ def probe_packing(
     Whatever a way raises, the next simpler one is tried: packed rows; packed rows, each by itself in layers with a
     state; rows of one length; one row per forward; and last the logits of the model's own forward.
 
+    Half precision rounds by more than a wrong mask may change: a Gemma 3 whose images are masked as text differs by
+    2 %, as much as bf16 rounds. So a model in half precision is compared in fp32 too, with shorter rows.
+
     Args:
         root: the (sharded) module.
         adapter: its faster ways are switched off where a check fails.
@@ -83,31 +119,43 @@ def probe_packing(
     """
     was_training = root.training
     root.eval()
-    rows = [adapter.shortened(sample, _most(adapter.sliding_window)) for sample in samples]
-    if len(rows) == 1:
-        rows *= 2
+    samples = samples if len(samples) > 1 else [*samples] * 2
     try:
-        return _choose(root, adapter, rows, device, dtype)
+        return _choose(root, adapter, samples, device, dtype)
     finally:
         root.train(was_training)
 
 
 def _choose(
-    root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device, dtype: torch.dtype
+    root: LanguageRoot, adapter: Choices, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    reference, notes = _references(root, adapter, rows, device, dtype)
+    own, notes = _own(root, adapter, samples, device, dtype)
+    finer = _in_fp32(root, adapter, samples, device) if dtype in HALF else None
+
+    def holds(check: Callable[[Comparison], bool]) -> bool:
+        """Whether a check finds no difference, in fp32 either where the model's code computes in it."""
+        nonlocal finer
+        if not check(own):
+            return False
+        if finer is not None:
+            try:
+                with finer.computing():
+                    return check(finer)
+            except NOT_THE_MODELS:
+                raise
+            except Exception:  # such as of a kernel for half precision: nothing follows about what it computes in that
+                finer = None
+        return True
 
     def alone() -> bool:
-        return all(
-            _agree(_packed(root, adapter, [row], device)[0], own, AGREEMENT[dtype])
-            for row, own in zip(rows, reference, strict=True)
-        )
+        return holds(lambda those: those.agree([_packed(root, adapter, [row], device)[0] for row in those.rows]))
 
     def together() -> bool:
-        packed = _packed(root, adapter, rows, device)
-        exact = all(_agree(got, own, AGREEMENT[dtype]) for got, own in zip(packed, reference, strict=True))
-        tolerance = (ISOLATION if adapter.has_experts else SAME_SHAPES)[dtype]
-        return exact and _isolated(root, adapter, rows, packed, device, tolerance)
+        def exact(those: Comparison) -> bool:
+            packed, tolerance = _packed(root, adapter, those.rows, device), those.may_move(experts=adapter.has_experts)
+            return those.agree(packed) and _isolated(root, adapter, those.rows, packed, device, tolerance)
+
+        return holds(exact)
 
     def with_either_transform(difference: str) -> str:
         """As `_obstacle` of `alone`, with the logits as the config declares them, or else as the head gives them."""
@@ -127,7 +175,7 @@ def _choose(
         if obstacle and adapter.mix_row_by_row(True) and not when_packed():
             notes.append(f"{obstacle}: {MIXED}")
         elif obstacle:
-            adapter.one_row_per_forward(root.model)
+            adapter.one_row_per_forward(root.model, obstacle)
             notes.append(f"{obstacle}: one row per forward")
     if not adapter.packs:
         obstacle = with_either_transform("its logits are not a linear head of its last hidden state")
@@ -138,27 +186,28 @@ def _choose(
             if obstacle == DIFFERS_FROM_EAGER:
                 notes.append(obstacle)
             elif obstacle:
-                raise _cannot_compute(root, rows[0], obstacle, dtype)
+                raise _cannot_compute(root, own.rows[0], obstacle, dtype)
     if not adapter.packs and adapter.share_by_length(True):
-        if _obstacle(lambda: _batches(root, adapter, rows[0], reference[0], device, dtype), "differs"):
+        if _obstacle(lambda: holds(lambda those: _batches(root, adapter, those, device)), "differs"):
             adapter.share_by_length(False)
         else:
             notes.append("rows of one length share a forward")
-    return notes
+    return notes if finer is not None or dtype not in HALF else [*notes, IN_HALF_ALONE]
 
 
-def _references(
-    root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device, dtype: torch.dtype
-) -> tuple[list[torch.Tensor], list[str]]:
+def _own(
+    root: LanguageRoot, adapter: Choices, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
+) -> tuple[Comparison, list[str]]:
     """The logits of each row by the model's own forward; where its code takes no two dtypes in half precision, with its
     buffers in the dtypes of `from_pretrained`, and a sentence about that.
 
     Raises:
         ModelError: see `_own_logits`.
     """
+    rows = [adapter.shortened(sample, _most(adapter.sliding_window, LONGEST)) for sample in samples]
 
-    def computed() -> list[torch.Tensor]:
-        return [_own_logits(root, adapter, row, device, dtype) for row in rows]
+    def computed() -> Comparison:
+        return Comparison(rows, [_own_logits(root, adapter, row, device, dtype) for row in rows], dtype)
 
     try:
         return computed(), []
@@ -167,6 +216,19 @@ def _references(
         if not narrowed:
             raise
     return computed(), [NARROWED.format(", ".join(narrowed[:2]) + ", …" * (len(narrowed) > 2))]
+
+
+def _in_fp32(
+    root: LanguageRoot, adapter: Choices, samples: Sequence[Sample], device: torch.device
+) -> Comparison | None:
+    """The same in fp32, of a model in half precision; None where its code does not compute in fp32."""
+    rows = [adapter.shortened(sample, _most(adapter.sliding_window, LONGEST_IN_FP32)) for sample in samples]
+    try:
+        with computing_in_fp32():
+            logits = [_own_logits(root, adapter, row, device, torch.float32) for row in rows]
+    except ModelError:
+        return None
+    return Comparison(rows, logits, torch.float32, computing_in_fp32)
 
 
 def _own_logits(
@@ -213,29 +275,20 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {first[:LONGEST_REASON].rstrip('.')}".rstrip(": ")
 
 
-def _batches(
-    root: LanguageRoot,
-    adapter: Choices,
-    row: Sample,
-    reference: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> bool:
+def _batches(root: LanguageRoot, adapter: Choices, own: Comparison, device: torch.device) -> bool:
     """Whether two rows of one length in a batch have the logits of each alone and do not affect each other."""
-    pair = [row, adapter.changed(row)]
+    pair = [own.rows[0], adapter.changed(own.rows[0])]
     other = root.reference_logits(adapter.collate([pair[1]], [0], {}).to(device), _ends(pair[1]).to(device))
-    together = _packed(root, adapter, pair, device)
-    if not all(_agree(got, own, AGREEMENT[dtype]) for got, own in zip(together, (reference, other), strict=True)):
-        return False
-    tolerance = (ISOLATION if adapter.has_experts else SAME_SHAPES)[dtype]
-    return _isolated(root, adapter, pair, together, device, tolerance)
+    together, tolerance = _packed(root, adapter, pair, device), own.may_move(experts=adapter.has_experts)
+    both = replace(own, rows=pair, logits=[own.logits[0], other])
+    return both.agree(together) and _isolated(root, adapter, pair, together, device, tolerance)
 
 
 def _isolated(
     root: LanguageRoot,
     adapter: Choices,
-    rows: list[Sample],
-    together: list[torch.Tensor],
+    rows: Sequence[Sample],
+    together: Sequence[torch.Tensor],
     device: torch.device,
     tolerance: float,
 ) -> bool:
@@ -250,10 +303,10 @@ def _isolated(
     return True
 
 
-def _most(window: int | None) -> int:
+def _most(window: int | None, longest: int) -> int:
     """Tokens of a row: more than the model's sliding window, and few enough for one forward."""
     beyond = window + 2 * POSITIONS if window is not None and window <= LONGEST_WINDOW else 0
-    return max(LONGEST, beyond)
+    return max(longest, beyond)
 
 
 def _ends(row: Sample) -> torch.Tensor:
@@ -262,7 +315,7 @@ def _ends(row: Sample) -> torch.Tensor:
     return place[(place < POSITIONS) | (place >= row.length - POSITIONS)]
 
 
-def _packed(root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device) -> list[torch.Tensor]:
+def _packed(root: LanguageRoot, adapter: Choices, rows: Sequence[Sample], device: torch.device) -> list[torch.Tensor]:
     """The logits at both ends of each row when the rows are packed into one forward.
 
     Rows of 20 and 30 tokens start at 0 and 20: the positions are 0-7, 12-19 and 20-27, 42-49, and the logits

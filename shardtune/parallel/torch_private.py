@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import requires
+from types import CodeType
 from typing import cast
 
 import torch
@@ -28,7 +29,7 @@ try:
     from torch.distributed.distributed_c10d import _get_default_store, _world
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor, is_bw
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -384,6 +385,11 @@ def collectives_issued() -> int:
 def in_backward() -> bool:
     """Whether autograd computes gradients, as while it repeats a forward for activation checkpointing."""
     return is_bw()
+
+
+def casts_inputs(code: CodeType) -> bool:
+    """Whether this is the code with which FSDP2 casts an input of a unit to the dtype of the computation."""
+    return code is _cast_fp_tensor.__code__
 
 
 def initialise_root(root: FSDPModule) -> None:

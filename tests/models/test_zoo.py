@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from shardtune.config import load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ModelError, ParallelError
 from shardtune.models import packing_probe
+from shardtune.models.causal_lm import CausalLM
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.packing_limit import BLOCKS
 from shardtune.models.router_loss import RouterLoss
@@ -227,3 +229,88 @@ def test_routers_as_configs_name_them() -> None:
     assert RouterLoss.of(layers) == RouterLoss(0.0, 2)
     assert RouterLoss.of(tiny_config("jetmoe", {"output_router_logits": True})) == RouterLoss(0.01, 2)
     assert RouterLoss.of(tiny_config("llama", {})) == RouterLoss(0.0, 0)
+
+
+def test_in_half_precision_what_differs_by_less_than_it_rounds_is_found(tmp_path: Path) -> None:
+    """Images of Gemma 3 see one another, which packed rows do not compute: 2 % of the logits, as bf16 rounds."""
+    material = with_images("gemma3", tmp_path, FP32, ROWS_OF_IMAGES[0])
+    values = changed(material.values, runner={"max_steps": 1}, actor={"model": {"precision": "bf16"}})
+    ours = by_shardtune(values)
+    exact = trained(loaded(material.auto, tmp_path, FP32), material.rows(ours), 1)
+    assert ours.how == BY_LENGTH, ours.notes
+    assert relative(ours.numbers, exact) < 1e-2
+
+
+def noted_distance(distance: Any, differences: list[float], got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    away: torch.Tensor = distance(got, expected)
+    differences += [float(away.max())] if got.dtype == torch.float32 else []
+    return away
+
+
+def compared_in_fp32(values: dict[str, Any], layouts: list[dict[str, Any]]) -> list[tuple[float, bool]]:
+    """Of each layout the largest difference of logits in fp32, and whether rows are packed and train."""
+    found = []
+    for layout in layouts:
+        differences: list[float] = []
+        distance = partial(noted_distance, packing_probe._distance, differences)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(packing_probe, "_distance", distance)
+            worker = SFTWorker(load_recipe(changed(values, actor=layout)), report=quiet)
+            worker.setup()
+        trains = np.isfinite(worker.run_training()["train/loss"])
+        found.append((max(differences, default=0.0), bool(worker.adapter.rows_share_forwards and trains)))
+        worker.release()
+    return found
+
+
+def test_half_precision_is_compared_in_fp32_however_a_model_is_sharded(tmp_path: Path) -> None:
+    values = changed(decoder("qwen3_moe", tmp_path, FP32).values, actor={"model": {"precision": "bf16"}})
+    layouts: list[dict[str, Any]] = [
+        {},
+        {"training_backend": "fsdp1"},
+        {"parallel": {"tensor": 2}},
+        {"parallel": {"sequence": 2}},
+        {"fsdp_config": {"cpu_offload": True}},
+        {"model": {"precision": "fp16", "is_lora": True, "gradient_checkpointing": True}},
+    ]
+    for of_rank in run_ranks(compared_in_fp32, 2, values, layouts):
+        for layout, (away, trained_packed) in zip(layouts, of_rank, strict=True):
+            assert 0 < away < 1e-5, layout
+            assert trained_packed, layout
+
+
+STATEFUL = {"jamba": "JambaMambaMixer", "qwen3_next": "Qwen3NextGatedDeltaNet"}
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_ranks_share_no_sequence_of_a_model_with_a_state(family: str, tmp_path: Path) -> None:
+    """A state goes on from one rank's tokens to the next's. Refused before ranks start, and by the ranks."""
+    adapter = find_adapter(load_recipe(decoder(family, tmp_path, FP64).values))
+    with init_empty_weights():
+        model = adapter.build()
+    with pytest.raises(ParallelError, match=rf"cannot share sequences among ranks: {STATEFUL[family]} computes a row"):
+        adapter.check_parallel(model, Layout(sequence=2))
+    adapter.check_parallel(model, Layout(tensor=2))
+
+
+def test_a_rank_that_shares_sequences_does_not_go_on_unpacked(tmp_path: Path) -> None:
+    """Its own attention would see this rank's tokens alone."""
+    adapter = find_adapter(load_recipe(decoder("llama", tmp_path, FP64).values))
+    with init_empty_weights():
+        model = adapter.build()
+    two: Any = SimpleNamespace(layout=Layout(sequence=2), sequence_mesh=object())
+    adapter.apply_model_parallel(model, two)
+    assert isinstance(adapter, CausalLM)
+    with pytest.raises(ParallelError, match="cannot share sequences among ranks: packed rows see each other"):
+        adapter.one_row_per_forward(model, "packed rows see each other")
+
+
+def test_heads_have_the_names_of_their_config(tmp_path: Path) -> None:
+    adapter = find_adapter(load_recipe(decoder("gpt2", tmp_path / "gpt2", FP64).values))
+    adapter.check_layout(Layout(sequence=2))
+    with pytest.raises(ParallelError, match="8 ranks cannot share 4 heads of queries"):
+        adapter.check_layout(Layout(tensor=8))
+    without = find_adapter(load_recipe(decoder("mamba", tmp_path / "mamba", FP64).values))
+    with pytest.raises(ParallelError, match=r"a mamba has no attention heads \(num_attention_heads\)"):
+        without.check_layout(Layout(tensor=2))

@@ -25,7 +25,7 @@ from shardtune.config import load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ShardtuneError
 from shardtune.evaluate.generate import Sampling
-from shardtune.models.packing_probe import MIXED
+from shardtune.models.packing_probe import IN_HALF_ALONE, MIXED
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.training import make_tokenizer, quiet, recipe
@@ -546,7 +546,10 @@ def in_bf16(material: Material, exact: Trained) -> dict[str, Any]:
         ours = by_shardtune(values, prepared=exact.prepared)
         if HOW.index(ours.how) < HOW.index(exact.how):
             return {"bf16": math.inf, "bf16_reason": f"{ours.how}, which is not exact"}
-        return {"bf16": relative(ours.numbers[:1], exact.numbers[:1])}
+        away = relative(ours.numbers[:1], exact.numbers[:1])
+        slower = [ours.how] if ours.how != exact.how else []
+        unseen = [note for note in ours.notes if note == IN_HALF_ALONE]
+        return {"bf16": away, "bf16_reason": "; ".join([f"{away:.0e}", *slower, *unseen]) if slower or unseen else ""}
     except Exception as error:  # whatever a model's code raises, or shardtune refuses
         return {"bf16_reason": f"{type(error).__name__}: {one_line(error)}"}
 

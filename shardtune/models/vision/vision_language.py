@@ -273,7 +273,7 @@ class VisionLanguage(CausalLM):
         zero_projector = _has_zero_projector(root.model)
         if zero_projector and self.packs:
             # All images have the same features so far, so many wrong attention patterns would give the same result.
-            self.one_row_per_forward(root.model)
+            self.one_row_per_forward(root.model, ZERO_PROJECTOR)
         notes = super().probe_assumptions(root, samples, device, dtype)
         if zero_projector:
             return [ZERO_PROJECTOR, *notes]

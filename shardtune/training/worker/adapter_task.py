@@ -175,7 +175,7 @@ class AdapterTask(CachedRowsTask):
             for note in found.probe_assumptions(teacher.root, self._longest_rows(), ranks.device, dtype)
         ]
         if adapter.packs and not found.packs:
-            adapter.one_row_per_forward(root_of(model).model)
+            adapter.one_row_per_forward(root_of(model).model, "its teacher's rows cannot be packed")
         if not found.packs:
             adapter.share_by_length(False)
         return teacher

@@ -476,7 +476,7 @@ class CachedRowsTask(Task):
             model, self.initial_weights(), by_class=self.builds_by_class, from_scratch=config.from_scratch
         )
         check_value_head(self.adapter, model)
-        self.adapter.check_tensor_plan(model, layout)
+        self.adapter.check_parallel(model, layout)
         changes, rows = self.changes(), self.rows
         if changes is not None and rows is not None:
             changes(rows.row(rows.first_trained), DataState(), rows.first_trained)

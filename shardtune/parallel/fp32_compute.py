@@ -1,0 +1,73 @@
+"""Computes a half-precision model in fp32 for a while, to find differences that are less than half precision rounds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from shardtune.parallel.half_products import HALF
+from shardtune.parallel.torch_private import casts_inputs, tree_map_only
+
+_TENSOR: Any = torch.Tensor
+_TO_HALF = (_TENSOR.half, _TENSOR.bfloat16)
+_OF_ATTRIBUTES = frozenset(("__get__", "__set__", "__delete__"))
+_SHARDING = ("torch.distributed.", "shardtune.parallel.fsdp")
+"""Modules that gather weights."""
+_BETWEEN = frozenset(("torch.overrides", "torch._ops", "torch._tensor", "torch.functional", "torch.nn.functional"))
+"""Modules through which functions written in Python, and registered operations, come to a mode."""
+
+
+@contextmanager
+def computing_in_fp32() -> Iterator[None]:
+    """Inside, a model's operations take fp32 where its weights are in half precision, and round nothing to that.
+
+    Weights are converted at each operation that reads them, so that no second model is held. Gathering them is left as
+    it is, and code that is compiled is called as it was written. For forwards without gradients.
+    """
+    with torch.compiler.set_stance("force_eager"), _InFp32():
+        yield
+
+
+class _InFp32(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        kwargs, name, caller = kwargs or {}, getattr(func, "__name__", ""), _caller(sys._getframe(1))
+        if func is _TENSOR.to and casts_inputs(caller.f_code):
+            return args[0]
+        if name in _OF_ATTRIBUTES or caller.f_globals.get("__name__", "").startswith(_SHARDING):
+            return func(*args, **kwargs)
+        if func in _TO_HALF:
+            return args[0].float()
+        if func is F.embedding:  # a row for each token, of a large table
+            return _float(func(*args, **kwargs))
+        out = {key: value for key, value in kwargs.items() if key == "out"}
+        kept = 1 if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else 0
+        return func(*args[:kept], *map(_in_fp32, args[kept:]), **{key: _in_fp32(kwargs[key]) for key in kwargs} | out)
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """The code that calls an operation, beyond other modes."""
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__") in _BETWEEN
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _in_fp32(value: Any) -> Any:
+    """An argument of an operation, with fp32 in the place of half precision."""
+    if isinstance(value, torch.dtype):
+        return torch.float32 if value in HALF else value
+    if isinstance(value, list | tuple | dict):
+        return tree_map_only((torch.Tensor, torch.dtype), _in_fp32, value)
+    return _float(value)
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
