@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from shardtune.errors import DataError, ParallelError
+from shardtune.models.mixers import STATE, Mixers
 from shardtune.models.packed_attention import DOCUMENTS, check_no_dropout
 from shardtune.models.packing_probe import AGREEMENT, NOT_THE_MODELS
 from shardtune.parallel.fp32_compute import computing_in_fp32
@@ -110,7 +112,7 @@ class SequenceForward:
             )
 
     def _apart(self, device: torch.device) -> float:
-        """The largest difference of this rank's logits, relative to the largest logit of all."""
+        """The largest difference of any rank's logits, relative to the largest logit of all."""
         tokens = 4 * self._ranks.size() + 1
         rows = int(self._model.config.get_text_config().vocab_size)
         input_ids = (torch.arange(2 * tokens, device=device) * 7919 % rows).view(2, tokens)
@@ -119,7 +121,10 @@ class SequenceForward:
         part = slice(share.start, share.start + share.length)
         with self.sharing(share):
             mine = self._model(input_ids=input_ids[:, part])[0]
-        return float((mine.double() - whole[:, part].double()).abs().max() / whole.double().abs().max().clamp(min=1e-9))
+        apart = (mine.double() - whole[:, part].double()).abs().max() / whole.double().abs().max().clamp(min=1e-9)
+        apart = apart.float()  # not every device has doubles
+        dist.all_reduce(apart, dist.ReduceOp.MAX, group=self._ranks.get_group())  # all ranks refuse it, or none
+        return float(apart)
 
 
 def check_shareable(model: nn.Module) -> PreTrainedModel:
@@ -127,6 +132,13 @@ def check_shareable(model: nn.Module) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
         takes = inspect.signature(model.base_model.forward).parameters
         hands_down = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+        mixers = Mixers.of(model)
+        if len(mixers):
+            raise ParallelError(
+                f"ranks cannot share the sequences of {_kind(model)}: {STATE.format(mixers.names)}",
+                where=WHERE,
+                remedy="leave it out",
+            )
         if "position_ids" in takes and hands_down and model._can_set_attn_implementation():
             return model
     raise ParallelError(

@@ -57,7 +57,7 @@ from shardtune.models.loss import (
     router_balance,
 )
 from shardtune.models.mixed_precision import NarrowedBuffer, narrow_buffers
-from shardtune.models.mixers import Mixers
+from shardtune.models.mixers import STATE, Mixers
 from shardtune.models.packed_attention import DOCUMENTS, check_no_dropout
 from shardtune.models.packing_limit import PackingLimit
 from shardtune.models.packing_probe import AGREEMENT, WITHOUT_BOUNDARIES, probe_packing
@@ -448,8 +448,7 @@ class CausalLM(LanguageModel):
             what = f"{type(model).__name__} with attn_implementation {self._attention}"
             raise cannot_share_sequences(what, "attention is not ours")
         if self._mixes:
-            why = f"{self._mixers.names} computes a row's state from all tokens before, and a rank has its own alone"
-            raise cannot_share_sequences(type(model).__name__, why)
+            raise cannot_share_sequences(type(model).__name__, STATE.format(self._mixers.names))
 
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         """Split the model among the ranks that share rows, by the plans that transformers declares for it."""

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Keyword arguments by which transformers passes the boundaries of packed rows to layers."""
+STATE = "{} computes a row's state from all tokens before, and a rank has its own alone"
+"""Why ranks cannot share the sequences of a model with such layers, by their classes' names."""
 
 
 class Mixers:

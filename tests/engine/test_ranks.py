@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import JambaForCausalLM
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine
 from shardtune.batch import IGNORED
 from shardtune.engine import ranks_local, session
+from shardtune.engine.nn import HuggingFaceFsdp2TrainModule
 from shardtune.engine.rank_process import Limits
 from shardtune.errors import DataError, ParallelError
 from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, save_model, steps
+from tests.support.tiny_architectures import tiny_config
 
 
 class Failing(Trained):
@@ -190,6 +193,47 @@ def test_a_ring_refuses_dropout_on_attention_weights(three_heads: Path, two: Tra
     made.config.attention_dropout = 0.1
     with pytest.raises(ParallelError, match=r"ring attention has no dropout on attention weights, .* is 0\.1"):
         TrainEngine(made).build(colocate_with=two, take_turns=False, sequence_parallel_size=2)
+
+
+class Stateful(HuggingFaceFsdp2TrainModule, JambaForCausalLM):
+    """A model whose layers have a state."""
+
+
+def test_ranks_share_no_sequence_of_a_model_with_a_state(tmp_path: Path, two: TrainEngine):
+    JambaForCausalLM(tiny_config("jamba", {})).save_pretrained(tmp_path)
+    with pytest.raises(ParallelError, match="of Stateful: JambaMambaMixer computes a row's state from all tokens"):
+        TrainEngine(make(tmp_path, Stateful)).build(colocate_with=two, take_turns=False, sequence_parallel_size=2)
+
+
+class Shifting(Trained):
+    """Each token's embedding has a part of the one before, by less than bf16 rounds in the end."""
+
+    def forward(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        embedded = self.model.embed_tokens(input_ids)
+        return super().forward(inputs_embeds=embedded + 0.01 * embedded.roll(1, 1), **arguments)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_ranks_share_no_sequence_whose_tokens_meet_elsewhere_than_in_attention(
+    model: Path, two: TrainEngine, precision: str
+):
+    """All ranks say so, whichever of them sees a difference."""
+    with pytest.raises(
+        ParallelError, match=r"Shifting gives other logits when ranks share its sequences \(by .*e-02\)"
+    ):
+        TrainEngine(make(model, Shifting), precision=precision).build(
+            colocate_with=two, take_turns=False, sequence_parallel_size=2
+        )
+
+
+def test_in_half_precision_ranks_share_sequences(model: Path, two: TrainEngine):
+    ids = NeedParallel(torch.tensor(SAMPLES).clamp(min=1), type="seq")
+    found = []
+    for precision in ("bf16", "fp32"):
+        engine = TrainEngine(make(model), precision=precision)
+        with engine.build(colocate_with=two, take_turns=False, sequence_parallel_size=2):
+            found.append(steps(engine, "step_by_token_weights", ids))
+    assert apart(*found) < 0.05
 
 
 class Masked(Trained):
