@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,8 @@ from transformers import PreTrainedModel
 from shardtune.errors import DataError, ParallelError
 from shardtune.models.mixers import STATE, Mixers
 from shardtune.models.packed_attention import DOCUMENTS, check_no_dropout
-from shardtune.models.packing_probe import AGREEMENT, NOT_THE_MODELS
-from shardtune.parallel.fp32_compute import computing_in_fp32
-from shardtune.parallel.half_products import HALF
+from shardtune.models.packing_probe import AGREEMENT
+from shardtune.parallel.fp32_compute import in_fp32
 from shardtune.parallel.sequence_parallel import TokenShare
 from shardtune.parallel.torch_private import tree_map
 
@@ -93,15 +93,7 @@ class SequenceForward:
         """
         model, was_training = self._model, self._model.training
         model.eval()
-        try:
-            with computing_in_fp32() if dtype in HALF else nullcontext():
-                apart, computed = self._apart(device), torch.float32 if dtype in HALF else dtype
-        except NOT_THE_MODELS:
-            raise
-        except Exception:  # a model's code is third-party and may raise anything
-            if dtype not in HALF:
-                raise
-            apart, computed = self._apart(device), dtype
+        apart, computed = in_fp32(partial(self._apart, device), dtype)
         model.train(was_training)
         if not apart < AGREEMENT[computed]:
             raise ParallelError(

@@ -68,6 +68,7 @@ from shardtune.models.sequence_part import SequencePart
 from shardtune.models.source_losses import TargetLosses
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.models.value_loss import VALUE, ValueLoss
+from shardtune.parallel.fp32_compute import in_fp32
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
@@ -698,9 +699,13 @@ class CausalLM(LanguageModel):
 
     def padding_changes(self, model: nn.Module, alone: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:
         if self._padding_changes is None:
-            first, other = (self._next_logits(model, inputs) for inputs in (alone, padded))
-            distance = float((other - first).abs().max() / first.abs().max())
-            self._padding_changes = not distance <= AGREEMENT[COMPUTE_DTYPE[self._precision]]  # nor is NaN
+
+            def distance() -> float:
+                first, other = (self._next_logits(model, inputs) for inputs in (alone, padded))
+                return float((other - first).abs().max() / first.abs().max())
+
+            found, dtype = in_fp32(distance, COMPUTE_DTYPE[self._precision])
+            self._padding_changes = not found <= AGREEMENT[dtype]  # nor is NaN
         return self._padding_changes
 
     def _next_logits(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:

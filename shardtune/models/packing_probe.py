@@ -10,13 +10,12 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed import DistError
 
 from shardtune.batch import PackedBatch, Sample
 from shardtune.errors import ModelError
 from shardtune.models.adapter import LanguageRoot
 from shardtune.models.mixed_precision import HALF
-from shardtune.parallel.fp32_compute import computing_in_fp32
+from shardtune.parallel.fp32_compute import NOT_THE_MODELS, computing_in_fp32
 
 LONGEST = 2048
 """Tokens of a row that the probe computes."""
@@ -42,8 +41,6 @@ DIFFERS_FROM_EAGER = "its own attention differs from transformers' eager attenti
 IN_HALF_ALONE = (
     "rows were compared in half precision alone, which shows large differences only: its code does not compute in fp32"
 )
-NOT_THE_MODELS = (torch.OutOfMemoryError, DistError)
-"""Exceptions from which nothing follows about the model."""
 
 
 class Choices(Protocol):
@@ -225,8 +222,10 @@ def _in_fp32(
     rows = [adapter.shortened(sample, _most(adapter.sliding_window, LONGEST_IN_FP32)) for sample in samples]
     try:
         with computing_in_fp32():
-            logits = [_own_logits(root, adapter, row, device, torch.float32) for row in rows]
-    except ModelError:
+            logits = [_reference(root, adapter, row, device) for row in rows]
+    except (*NOT_THE_MODELS, ModelError):
+        raise
+    except Exception:  # such as of a kernel for half precision
         return None
     return Comparison(rows, logits, torch.float32, computing_in_fp32)
 
@@ -240,11 +239,15 @@ def _own_logits(
         ModelError: transformers cannot compute this model, or computes another balance loss of its routers.
     """
     try:
-        return root.reference_logits(adapter.collate([row], [0], {}).to(device), _ends(row).to(device))
+        return _reference(root, adapter, row, device)
     except (*NOT_THE_MODELS, ModelError):
         raise
     except Exception as error:  # a model's code is third-party and may raise anything
         raise _cannot_compute(root, row, _named(error), dtype) from error
+
+
+def _reference(root: LanguageRoot, adapter: Choices, row: Sample, device: torch.device) -> torch.Tensor:
+    return root.reference_logits(adapter.collate([row], [0], {}).to(device), _ends(row).to(device))
 
 
 def _cannot_compute(root: LanguageRoot, row: Sample, reason: str, dtype: torch.dtype) -> ModelError:
@@ -278,7 +281,7 @@ def _named(error: Exception) -> str:
 def _batches(root: LanguageRoot, adapter: Choices, own: Comparison, device: torch.device) -> bool:
     """Whether two rows of one length in a batch have the logits of each alone and do not affect each other."""
     pair = [own.rows[0], adapter.changed(own.rows[0])]
-    other = root.reference_logits(adapter.collate([pair[1]], [0], {}).to(device), _ends(pair[1]).to(device))
+    other = _reference(root, adapter, pair[1], device)
     together, tolerance = _packed(root, adapter, pair, device), own.may_move(experts=adapter.has_experts)
     both = replace(own, rows=pair, logits=[own.logits[0], other])
     return both.agree(together) and _isolated(root, adapter, pair, together, device, tolerance)

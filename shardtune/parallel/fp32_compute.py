@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch.distributed import DistError
 from torch.overrides import TorchFunctionMode
 
 from shardtune.parallel.half_products import HALF
 from shardtune.parallel.torch_private import casts_inputs, tree_map_only
 
+T = TypeVar("T")
+NOT_THE_MODELS = (torch.OutOfMemoryError, DistError)
+"""Exceptions from which nothing follows about the model."""
 _TENSOR: Any = torch.Tensor
 _TO_HALF = (_TENSOR.half, _TENSOR.bfloat16)
 _OF_ATTRIBUTES = frozenset(("__get__", "__set__", "__delete__"))
@@ -33,6 +37,27 @@ def computing_in_fp32() -> Iterator[None]:
     """
     with torch.compiler.set_stance("force_eager"), _InFp32():
         yield
+
+
+def in_fp32(compute: Callable[[], T], dtype: torch.dtype) -> tuple[T, torch.dtype]:
+    """What a model in half precision computes in fp32, or in half precision where its code does not take fp32.
+
+    Args:
+        compute: calls the model.
+        dtype: in which it computes; full precision stays as it is.
+
+    Returns:
+        The result, and the dtype it was computed in.
+    """
+    if dtype not in HALF:
+        return compute(), dtype
+    try:
+        with computing_in_fp32():
+            return compute(), torch.float32
+    except NOT_THE_MODELS:
+        raise
+    except Exception:  # a model's code is third-party and may raise anything
+        return compute(), dtype
 
 
 class _InFp32(TorchFunctionMode):
