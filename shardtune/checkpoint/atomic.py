@@ -8,9 +8,11 @@ import re
 import shutil
 import uuid
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardtune.checkpoint.at_once import at_once
 from shardtune.data.durable import sync_folder
 from shardtune.errors import CheckpointError
 
@@ -156,7 +158,18 @@ def remove_tree(folder: Path) -> None:
         folder.rename(doomed)
     except FileNotFoundError:
         return
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove_files(doomed)
+
+
+def remove_files(folder: Path) -> None:
+    """Removes a folder with as much in it as can be removed."""
+
+    def remove(file: str) -> None:
+        with suppress(OSError):
+            os.unlink(file)
+
+    at_once(remove, [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names])
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def require_space(folder: Path, needed: int) -> None:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from shardtune.checkpoint.at_once import at_once
 from shardtune.checkpoint.atomic import read_json, write_json
 from shardtune.data.checksum import Parts, is_sealed, read_parts, sealed, size_fault
 from shardtune.errors import CheckpointError
@@ -108,11 +109,9 @@ def fault_of(checkpoint: Path, run: str | None = None, *, sizes: bool = True) ->
         return f"its {STATE} is that of step {known.step}"
     if run is not None and known.run is not None and known.run != run:
         return "it was written by another run"
-    for name, parts in known.files.items() if sizes else ():
-        fault = size_fault(checkpoint / name, parts)
-        if fault is not None:
-            return f"{name} {fault}"
-    return None
+    files = [*known.files.items()] if sizes else []
+    faults = at_once(lambda file: size_fault(checkpoint / file[0], file[1]), files)
+    return next((f"{name} {fault}" for (name, _), fault in zip(files, faults, strict=True) if fault is not None), None)
 
 
 def written_by(checkpoint: Path, run: str | None) -> bool:

@@ -15,7 +15,6 @@ Rank 0 calls `begin` and sends the folder to all ranks; all write into it; when 
 from __future__ import annotations
 
 import re
-import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from shardtune.checkpoint.atomic import (
     pointed_to,
     publish,
     recover,
+    remove_files,
     remove_tree,
     require_space,
     write_text,
@@ -238,7 +238,7 @@ class CheckpointStore:
             if left.name in self._begun:
                 continue
             if _LEFT.fullmatch(left.name):
-                shutil.rmtree(left, ignore_errors=True)
+                remove_files(left)
             elif re.fullmatch(r"\.(latest|best|run_id)\.[0-9a-f]{8}", left.name):
                 left.unlink(missing_ok=True)
 
