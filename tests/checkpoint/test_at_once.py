@@ -34,7 +34,7 @@ def test_what_the_first_of_the_items_raises_is_raised(number: int) -> None:
         if item in (1, 2, number - 1):
             raise OSError(item)
 
-    with pytest.raises(OSError, match="^1$"):
+    with pytest.raises(OSError, match=r"^1$"):
         at_once(request, range(number))
 
 
