@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardtune.parallel.torch_private import backward, grouped_product, half_is_native, is_compiled
+from shardtune.parallel.torch_private import backward, grouped_product, half_is_native, is_compiled, tree_iter
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -90,7 +90,7 @@ def _matmul(input: torch.Tensor, other: torch.Tensor, **settings: Any) -> torch.
 
 def _converted(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """An operation in fp32, rounded; for what is rare, as it keeps converted factors for the backward pass."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
     if any(kwargs.get(name) is not None for name in ("out", "dtype", "out_dtype")):
         return func(*args, **kwargs)
     found = func(*map(_float, args), **{name: _float(value) for name, value in kwargs.items()})

@@ -32,6 +32,7 @@ OPERATIONS: dict[str, Operation] = {
     "addmm": lambda x, w: torch.addmm(w[1, 0], x[0], w[0]),
     "baddbmm": lambda x, w: torch.baddbmm(x, x, w),
     "einsum": lambda x, w: torch.einsum("bij,bjk->bik", x, w),
+    "einsum of a list": lambda x, w: torch.einsum("bij,bjk->bik", [x, w]),
     "groups": lambda x, w: grouped_product(x[0], w, offs=OFFSETS),
     "convolution": lambda x, w: F.conv1d(x.mT, w[:, :, :3]),
     "attention": lambda x, w: F.scaled_dot_product_attention(x[None], w[None], w[None]),
