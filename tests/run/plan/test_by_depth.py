@@ -34,6 +34,13 @@ MODELS: dict[str, PreTrainedConfig] = {
         **SIZES, **EXPERTS, num_hidden_layers=16, moe_intermediate_size=16, num_experts=4, mlp_only_layers=[0],
         architectures=["Qwen3MoeForCausalLM"],
     ),
+    "two layers of experts": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, num_hidden_layers=2, moe_intermediate_size=16, num_experts=4,
+        architectures=["Qwen3MoeForCausalLM"],
+    ),
+    "two layers with sinks": GptOssConfig(
+        **SIZES, **EXPERTS, num_hidden_layers=2, num_local_experts=4, architectures=["GptOssForCausalLM"]
+    ),
     "sinks": GptOssConfig(
         **SIZES, **EXPERTS, num_hidden_layers=24, num_local_experts=4, architectures=["GptOssForCausalLM"]
     ),
@@ -97,6 +104,18 @@ def test_so_they_do_for_each_kind_of_model(
     name: str, ranks: int, changes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_same_bytes(tmp_path, monkeypatch, name, ranks, *changes)
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("two layers of experts", ()), ("two layers with sinks", (*LORA, "model.lora.base_dtype=nf4"))],
+)
+def test_a_mixture_of_experts_is_planned_for_a_gpu_from_a_step(
+    name: str, changes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """`plan_of` takes no note, such as that a plan is that of formulas."""
+    assert sum(plan_of(name, tmp_path, 1, *changes).memory.values()) > 0
 
 
 def timeline(*runs: tuple[str, int]) -> np.ndarray:
