@@ -17,6 +17,8 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardtune.parallel.fp32_compute import computes_in_fp32
+
 BLOCK = 128
 """Tokens of a block of the mask, the size that torch's kernels take by default."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -63,7 +65,7 @@ def soft_attention(
     Returns:
         [1, heads, tokens, value_dim].
     """
-    if query.dtype not in DTYPES:
+    if query.dtype not in DTYPES or computes_in_fp32():
         return None
     if not has_torch_function((query, key, value)):  # of a plan, in which nothing can be tried
         sizes = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])

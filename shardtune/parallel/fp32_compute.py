@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from shardtune.parallel.torch_private import casts_inputs, tree_map_only
 T = TypeVar("T")
 NOT_THE_MODELS = (torch.OutOfMemoryError, DistError)
 """Exceptions from which nothing follows about the model."""
+_inside = ContextVar("inside", default=False)
 _TENSOR: Any = torch.Tensor
 _TO_HALF = (_TENSOR.half, _TENSOR.bfloat16)
 _OF_ATTRIBUTES = frozenset(("__get__", "__set__", "__delete__"))
@@ -35,8 +37,17 @@ def computing_in_fp32() -> Iterator[None]:
     Weights are converted at each operation that reads them, so that no second model is held. Gathering them is left as
     it is, and code that is compiled is called as it was written. For forwards without gradients.
     """
-    with torch.compiler.set_stance("force_eager"), _InFp32():
-        yield
+    before = _inside.set(True)
+    try:
+        with torch.compiler.set_stance("force_eager"), _InFp32():
+            yield
+    finally:
+        _inside.reset(before)
+
+
+def computes_in_fp32() -> bool:
+    """Whether this is inside of `computing_in_fp32`, where what has to be compiled is not at hand."""
+    return _inside.get()
 
 
 def in_fp32(compute: Callable[[], T], dtype: torch.dtype) -> tuple[T, torch.dtype]:

@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as of_torch
 from shardtune.models import flex_documents, packed_attention
 from shardtune.models.flex_documents import BLOCK, by_blocks, document_mask, trial
 from shardtune.models.packed_attention import document_attention, explicit
+from shardtune.parallel.fp32_compute import computing_in_fp32
 from shardtune.run.plan.ledger import AsOnCuda, Ledger
 from shardtune.run.plan.timeline import fullest
 
@@ -84,3 +85,12 @@ def test_where_it_fails_the_formula_is_used_and_said(monkeypatch: pytest.MonkeyP
     with pytest.warns(RuntimeWarning, match=r"by its formula.*no kernel"):
         assert flex_documents.soft_attention(query, query, query, bounds, soft, explicit) is None
     flex_documents._works.cache_clear()
+
+
+def test_a_comparison_in_fp32_is_computed_by_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function mode would be taken for that of a plan, in which only shapes exist."""
+    monkeypatch.setattr(flex_documents, "_attend", None)
+    query = torch.ones(1, 2, 8, 16)
+    soft = flex_documents.Soft(0.25, True, None, 2.0, None)
+    with computing_in_fp32():
+        assert flex_documents.soft_attention(query, query, query, torch.tensor([0, 8]), soft, explicit) is None
