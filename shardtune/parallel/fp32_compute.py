@@ -15,7 +15,7 @@ from torch.distributed import DistError
 from torch.overrides import TorchFunctionMode
 
 from shardtune.parallel.half_products import HALF
-from shardtune.parallel.torch_private import casts_inputs, tree_map_only
+from shardtune.parallel.torch_private import CALLED_THROUGH, casts_inputs, tree_map_only
 
 T = TypeVar("T")
 NOT_THE_MODELS = (torch.OutOfMemoryError, DistError)
@@ -26,8 +26,6 @@ _TO_HALF = (_TENSOR.half, _TENSOR.bfloat16)
 _OF_ATTRIBUTES = frozenset(("__get__", "__set__", "__delete__"))
 _SHARDING = ("torch.distributed.", "shardtune.parallel.fsdp")
 """Modules that gather weights."""
-_BETWEEN = frozenset(("torch.overrides", "torch._ops", "torch._tensor", "torch.functional", "torch.nn.functional"))
-"""Modules through which functions written in Python, and registered operations, come to a mode."""
 
 
 @contextmanager
@@ -90,7 +88,7 @@ class _InFp32(TorchFunctionMode):
 def _caller(frame: FrameType) -> FrameType:
     """The code that calls an operation, beyond other modes."""
     while frame.f_back is not None and (
-        frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__") in _BETWEEN
+        frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__") in CALLED_THROUGH
     ):
         frame = frame.f_back
     return frame

@@ -123,6 +123,12 @@ def selective_contexts(policy: Policy) -> tuple[AbstractContextManager[object], 
     return computing(), computing_again()
 
 
+CALLED_THROUGH = frozenset(
+    ("torch.overrides", "torch._ops", "torch._tensor", "torch.functional", "torch.nn.functional")
+)
+"""Modules of torch through which functions written in Python, and registered operations, come to a function mode."""
+
+
 def changes_in_place(tensor: torch.Tensor) -> int:
     """How many times a tensor has been changed in place; the public names only raise where that matters."""
     return tensor._version

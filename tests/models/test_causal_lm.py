@@ -177,7 +177,7 @@ def test_dropout_draws_the_same_on_the_same_layout_also_after_a_resume(folder: P
     assert run_recipe(without).losses[2:4] != pytest.approx(told[0][:2], abs=1e-3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_recurrent_model_is_packed(folder: Path, precision: str) -> None:
     """Mamba: no positions, residuals in fp32, layers that are declared one inside the other."""
     values = values_of(folder, "mamba", actor__model__precision=precision)
