@@ -57,8 +57,14 @@ def same(one: Trace, other: Trace, tolerance: float) -> None:
         torch.testing.assert_close(weight, other.weights[name], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("how", [True, "selective"])
-@pytest.mark.parametrize("kind", ["dense", "mixtral", "gemma"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("dense", True),
+        *((kind, "selective") for kind in ("dense", "mixtral", "gemma")),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("mixtral", "gemma")),
+    ],
+)
 def test_gradient_checkpointing_moves_no_number(folder: Path, kind: str, how: bool | str) -> None:
     plain = values_of(folder, kind, actor__micro_batch_size=4)
     again = values_of(folder, kind, actor__micro_batch_size=4, actor__model__gradient_checkpointing=how)

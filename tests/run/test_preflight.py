@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -213,8 +214,8 @@ def test_under_torchrun_a_difference_ends_all_ranks_before_anything_is_written(t
         timeout=120,
     )
     assert ended.returncode == 1
-    for rank in (0, 1):
-        assert f"rank {rank}: error: the ranks cannot train together" in ended.stderr
+    # Both say so, but torchrun ends the other one when the first has.
+    assert re.search(r"rank [01]: error: the ranks cannot train together", ended.stderr)
     assert "runner.seed is 1 for rank 1 on" in ended.stderr
     assert not tiny.run("differs").exists()
 

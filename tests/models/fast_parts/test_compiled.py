@@ -88,8 +88,16 @@ PARTS: dict[str, Callable[[Callable[[Any], Any]], Maker]] = {
 }
 
 
-@pytest.mark.parametrize("part", [*PARTS])
-@pytest.mark.parametrize("traced", [True, False], ids=["compiled too", "called as it is"])
+@pytest.mark.parametrize(
+    ("traced", "part"),
+    [
+        *(pytest.param(True, part, id=f"compiled too-{part}") for part in PARTS),
+        *(
+            pytest.param(False, part, id=f"called as it is-{part}", marks=() if part == "rope" else pytest.mark.slow)
+            for part in PARTS
+        ),
+    ],
+)
 def test_kernels_have_their_numbers_in_compiled_layers(
     part: str, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

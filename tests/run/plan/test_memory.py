@@ -160,7 +160,7 @@ def test_whole_numbers_have_values_unless_many_are_made_of_few() -> None:
         assert bits.shape == (2048, 1024)
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_known_shapes_change_no_byte(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch computes the shapes of every operation anew: on a GPU with LoRA, on ranks, checkpointed."""
     cases = [(1, "model.is_lora=true", "model.gradient_checkpointing=selective"), (2, "fsdp_config.reduce=every")]
