@@ -24,7 +24,7 @@ _inside = ContextVar("inside", default=False)
 _TENSOR: Any = torch.Tensor
 _TO_HALF = (_TENSOR.half, _TENSOR.bfloat16)
 _OF_ATTRIBUTES = frozenset(("__get__", "__set__", "__delete__"))
-_SHARDING = ("torch.distributed.", "shardtune.parallel.fsdp")
+_SHARDING = "torch.distributed."
 """Modules that gather weights."""
 
 
@@ -71,7 +71,7 @@ def in_fp32(compute: Callable[[], T], dtype: torch.dtype) -> tuple[T, torch.dtyp
 
 class _InFp32(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        kwargs, name, caller = kwargs or {}, getattr(func, "__name__", ""), _caller(sys._getframe(1))
+        kwargs, name, caller = kwargs or {}, func.__name__, _caller(sys._getframe(1))
         if func is _TENSOR.to and casts_inputs(caller.f_code):
             return args[0]
         if name in _OF_ATTRIBUTES or caller.f_globals.get("__name__", "").startswith(_SHARDING):

@@ -206,11 +206,12 @@ def test_ranks_share_no_sequence_of_a_model_with_a_state(tmp_path: Path, two: Tr
 
 
 class Shifting(Trained):
-    """Each token's embedding has a part of the one before, by less than bf16 rounds in the end."""
+    """Each token's embedding has a part of the one before, by less than bf16 rounds in the end; only ranks that have
+    one before on another rank see a difference."""
 
     def forward(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
         embedded = self.model.embed_tokens(input_ids)
-        return super().forward(inputs_embeds=embedded + 0.01 * embedded.roll(1, 1), **arguments)
+        return super().forward(inputs_embeds=embedded + 0.01 * F.pad(embedded, (0, 0, 1, -1)), **arguments)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
@@ -219,7 +220,7 @@ def test_ranks_share_no_sequence_whose_tokens_meet_elsewhere_than_in_attention(
 ):
     """All ranks say so, whichever of them sees a difference."""
     with pytest.raises(
-        ParallelError, match=r"Shifting gives other logits when ranks share its sequences \(by .*e-02\)"
+        ParallelError, match=r"Shifting gives other logits when ranks share its sequences \(by .*e-03\)"
     ):
         TrainEngine(make(model, Shifting), precision=precision).build(
             colocate_with=two, take_turns=False, sequence_parallel_size=2

@@ -13,16 +13,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaModel
 
 from shardtune.config import load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ModelError, ParallelError
 from shardtune.models import packing_probe
+from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.packing_limit import BLOCKS
 from shardtune.models.router_loss import RouterLoss
+from shardtune.parallel.fp32_compute import computing_in_fp32
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
@@ -278,6 +280,72 @@ def test_half_precision_is_compared_in_fp32_however_a_model_is_sharded(tmp_path:
         for layout, (away, trained_packed) in zip(layouts, of_rank, strict=True):
             assert 0 < away < 1e-5, layout
             assert trained_packed, layout
+
+
+def logits_in_fp32(values: dict[str, Any], backends: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The logits of a row in fp32 with each backend, and those in half precision."""
+    found = []
+    for backend in backends:
+        worker = SFTWorker(load_recipe(changed(values, actor={"training_backend": backend})), report=quiet)
+        worker.setup()
+        root, adapter = worker.model, worker.adapter
+        assert isinstance(root, LanguageRoot)
+        assert isinstance(adapter, CausalLM)
+        assert worker.task.rows is not None
+        row = worker.task.rows.row(0)
+        batch, places = adapter.collate([row], [0], {}), torch.arange(row.length)
+        with torch.no_grad():
+            with computing_in_fp32():
+                exact = root.reference_logits(batch, places)
+            found.append((exact.clone(), root.reference_logits(batch, places).clone()))
+        worker.release()
+    return found
+
+
+def test_in_fp32_only_the_weights_are_rounded(tmp_path: Path) -> None:
+    """On two ranks, whose sharding casts the inputs of each unit too: the logits of an fp32 model with such weights."""
+    material = decoder("qwen3", tmp_path, FP32)
+    values = changed(material.values, actor={"model": {"precision": "bf16"}})
+    ours = by_shardtune(changed(values, runner={"max_steps": 1}))
+    plain = loaded(material.auto, tmp_path, FP32)
+    with torch.no_grad():
+        for weight in plain.parameters():
+            weight.copy_(weight.bfloat16())
+        expected = plain(torch.from_numpy(ours.samples[0].input_ids).long()[None]).logits[0]
+    for of_rank in run_ranks(logits_in_fp32, 2, values, ["fsdp", "fsdp1"]):
+        for exact, rounded in of_rank:
+            assert float((exact - expected).abs().max() / expected.abs().max()) < 1e-5
+            assert float((rounded - expected).abs().max() / expected.abs().max()) > 1e-4
+
+
+def test_prompts_are_not_padded_where_that_changes_less_than_half_precision_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that sees the padding, a little."""
+    forward = LlamaModel.forward
+
+    def leaking(self: LlamaModel, input_ids: Any, attention_mask: Any = None, **given: Any) -> Any:
+        out: Any = forward(self, input_ids=input_ids, attention_mask=attention_mask, **given)
+        if isinstance(attention_mask, torch.Tensor) and not bool(attention_mask.bool().all()):
+            out.last_hidden_state = out.last_hidden_state * 1.02
+        return out
+
+    values = decoder("llama", tmp_path, FP32).values
+    for precision, leaks in (("bf16", False), ("bf16", True), ("fp32", True)):
+        worker = SFTWorker(load_recipe(changed(values, actor={"model": {"precision": precision}})), report=quiet)
+        worker.setup()
+        adapter, alone = worker.adapter, torch.tensor([[5, 6, 7]])
+        assert isinstance(adapter, CausalLM)
+        padded = torch.tensor([[0, 5, 6, 7], [5, 6, 7, 8]])
+        prompts = (
+            {"input_ids": alone, "attention_mask": torch.ones_like(alone)},
+            {"input_ids": padded, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])},
+        )
+        with monkeypatch.context() as patched, torch.no_grad():
+            if leaks:
+                patched.setattr(LlamaModel, "forward", leaking)
+            assert adapter.padding_changes(worker.inner_model, *prompts) == leaks, precision
+        worker.release()
 
 
 STATEFUL = {"jamba": "JambaMambaMixer", "qwen3_next": "Qwen3NextGatedDeltaNet"}
