@@ -170,8 +170,11 @@ class Adapter(ABC):
             raise cannot_share_sequences(type(self).__name__, "it takes whole rows")
 
     def check_parallel(self, model: nn.Module, layout: Layout) -> None:
-        """Refuse what ranks that share rows cannot compute, such as a `tensor_plan` that names what the model does not
-        have."""
+        """Refuse what ranks that share rows cannot compute of this model."""
+        self.check_tensor_plan(model, layout)
+
+    def check_tensor_plan(self, model: nn.Module, layout: Layout) -> None:
+        """Refuse a `tensor_plan` that names what the model does not have."""
         if layout.tensor > 1:
             check_names(model, self.tensor_plan, f"{type(self).__name__}.tensor_plan")
 
