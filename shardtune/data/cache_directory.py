@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardtune.data.checksum import is_sealed, sealed
+from shardtune.data.own_files import tag_cache
 from shardtune.errors import DataError, printable
 
 T = TypeVar("T")
@@ -34,6 +35,14 @@ def cache_root(cache_dir: str | Path | None) -> Path:
         return Path(cache_dir).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "shardtune"
+
+
+def cache_folder(root: Path, name: str) -> Path:
+    """A folder of the cache, made if need be, and the cache marked as one. Raises `DataError` as `writable` does."""
+    folder = writable(root / name)
+    with suppress(OSError):
+        tag_cache(root)
+    return folder
 
 
 def writable(folder: Path) -> Path:
@@ -143,6 +152,7 @@ def _remembered(
     if time.time() - newest > _SETTLED_SECONDS:
         with suppress(OSError):
             memo.parent.mkdir(parents=True, exist_ok=True)
+            tag_cache(root)
             # A torn one has another checksum, so there is no need to wait for the disk: 5 ms a file.
             write_atomically(memo, json.dumps(sealed({"seen": facts, memos.key: value})).encode(), sync=False)
     return value
@@ -172,7 +182,7 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
 
 def spool(write: Callable[[Path], object], suffix: str, root: Path) -> Path:
     """The file that `write` makes, stored in the cache under the hash of its content."""
-    folder = writable(root / "spool")
+    folder = cache_folder(root, "spool")
     partial = folder / f".{uuid.uuid4().hex}.tmp"
     try:
         write(partial)

@@ -40,6 +40,8 @@ from shardtune.parallel.torch_private import (
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_NORM_PIECE = 2**18
+"""Numbers of a gradient that a CPU converts to fp64 at a time."""
 
 
 def shard(
@@ -522,7 +524,7 @@ class Weights:
         by_copies: dict[int, list[torch.Tensor]] = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and (grad := local(parameter.grad)).numel():
-                by_copies.setdefault(self._num_copies[name], []).append(grad)
+                by_copies.setdefault(self._num_copies[name], []).extend(_pieces(grad))
         for copies, grads in by_copies.items():
             norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
             square += (norms.square().sum() / copies).to(square.device, non_blocking=True)
@@ -547,6 +549,13 @@ class Weights:
 
     def begin_backward(self) -> None:
         """Let a backward pass of a user's begin with the gradients that parameters have then: its own, or none."""
+
+
+def _pieces(grad: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A gradient in pieces, for a norm in fp64: on a CPU torch converts all of what it is given."""
+    if grad.device.type != "cpu" or grad.dtype == torch.float64 or not grad.is_contiguous():
+        return [grad]
+    return grad.view(-1).split(_NORM_PIECE)
 
 
 def _fits(parameter: nn.Parameter, dtype: torch.dtype) -> bool:

@@ -206,3 +206,17 @@ def nested_units() -> int:
 
 def test_units_may_be_nested() -> None:
     assert run_ranks(nested_units, 2) == [3, 3]
+
+
+def test_the_norm_of_a_large_gradient_is_summed_in_fp64_without_a_copy_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(1200, 700, bias=False)
+    weights, vector_norm, sizes = Weights(layer, layer, "fp32", group()), torch.linalg.vector_norm, list[int]()
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda x, **how: sizes.append(x.numel()) or vector_norm(x, **how))
+    transposed = torch.randn(1200, 700, generator=torch.Generator().manual_seed(1)).t()
+    for grad in (transposed, transposed.contiguous()):
+        layer.weight.grad = grad
+        sizes.clear()
+        expected = float(grad.double().square().sum().sqrt())
+        assert weights.gradient_norm() == pytest.approx(expected, rel=1e-12)
+        assert sum(sizes) == grad.numel()
+    assert max(sizes) < 300_000

@@ -16,7 +16,7 @@ from shardtune.data.cache.build import BuildTask, build_entry, too_many_bad
 from shardtune.data.cache.dataset import Part, TokenDataset
 from shardtune.data.cache.entry import LAYOUT_VERSION, Entry
 from shardtune.data.cache.verified import check_rows, trust_rows
-from shardtune.data.cache_directory import cache_error, cache_root, print_line, writable
+from shardtune.data.cache_directory import cache_error, cache_folder, cache_root, print_line, writable
 from shardtune.data.durable import sync_folder
 from shardtune.data.encoder import Encoder, FrameOptions, bad_row
 from shardtune.data.file_lock import FileLock
@@ -144,7 +144,7 @@ class EntryCache:
             self._bad_left -= bad.count
 
     def _build(self, task: BuildTask, folder: Path) -> Entry:
-        locks = writable(self._root / "locks")
+        locks = cache_folder(self._root, "locks")
         writable(folder.parent)
         lock = FileLock(locks / folder.name)
         waiting = _Waiting(task.file.label, self._report)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardtune.data.cache_directory import file_digest
+from shardtune.data.own_files import is_own
 from shardtune.data.robot.hdf5 import SUFFIXES
 from shardtune.data.row_files import kind_of
 
@@ -121,9 +122,10 @@ def contents(path: Path) -> dict[str, str]:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """The files below a folder that count, by relative path."""
+    """The files below a folder that count, by relative path: none of a run or of a data cache that lies in it."""
     for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in _NO_FOLDERS]
+        named = [name for name in folders if not name.startswith(".") and name not in _NO_FOLDERS]
+        folders[:] = [name for name in named if not is_own(Path(place, name))]
         inner = os.path.relpath(place, folder)
         for name in files:
             if not name.startswith(".") and not name.endswith(_NO_CONTENT):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardtune.data.cache_directory import spool, writable
+from shardtune.data.cache_directory import cache_folder, spool
 from shardtune.errors import DataError
 
 Purpose = Literal["train", "eval"]
@@ -110,7 +110,7 @@ def load_files(
             and selection.name in datasets.get_dataset_config_names(name, **of_hub)
         ):
             config = selection.name
-        loaded = datasets.load_dataset(name, config, cache_dir=str(writable(root / "hub")), **of_hub)
+        loaded = datasets.load_dataset(name, config, cache_dir=str(cache_folder(root, "hub")), **of_hub)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(
             f"the data set cannot be loaded: {error}",
@@ -137,7 +137,7 @@ def robot_data(name: str, root: Path, revision: str | None = None) -> Path | Non
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
-    folder = str(writable(root / "hub"))
+    folder = str(cache_folder(root, "hub"))
     try:
         hf_hub_download(name, "meta/info.json", repo_type="dataset", revision=revision, cache_dir=folder)
     except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError):

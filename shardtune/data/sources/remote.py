@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import fsspec
 from fsspec.core import url_to_fs
 
-from shardtune.data.cache_directory import cache_error, writable
+from shardtune.data.cache_directory import cache_error, cache_folder, writable
 from shardtune.data.file_lock import FileLock
 from shardtune.data.row_files import SUPPORTED, kind_of
 from shardtune.data.sources.hub import Selection, choose_files
@@ -132,7 +132,7 @@ def _copied(system: Any, path: str, spec: str, root: Path, report: Callable[[str
     if copy.is_file():
         return RemoteFile(copy, label)
     writable(folder)
-    lock = FileLock(writable(root / "locks") / folder.name)
+    lock = FileLock(cache_folder(root, "locks") / folder.name)
 
     def is_there(holder: str, seconds: float) -> bool:
         PROGRESS.beats += 1  # the other one is watched where it works

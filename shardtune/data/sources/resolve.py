@@ -19,6 +19,7 @@ from shardtune.config.hub_name import split_revision
 from shardtune.config.shown import as_written
 from shardtune.data.cache_directory import cache_root, print_line
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_by
+from shardtune.data.own_files import OwnFolders
 from shardtune.data.robot.frames import Origin, describe_frame
 from shardtune.data.robot.lerobot import is_lerobot, open_lerobot, unread_images
 from shardtune.data.robot.lerobot_frames import read_lerobot
@@ -46,6 +47,7 @@ LEROBOT = "lerobot"
 """The kind of a directory of robot data, which is one file to the rest."""
 ROBOT_KINDS = (LEROBOT, *RECORDINGS)
 """The kinds of robot data that are no tables."""
+_SHOWN = 3
 ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
 _SNIFFED_ROWS = 20
 _FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
@@ -407,9 +409,11 @@ def _find(
     if path.is_file():
         return _of_split([_file(path)], selection), _stem(path)
     if path.is_dir():
-        return _directory(path, selection, root), path.resolve().name
+        return _directory(path, selection, root, report), path.resolve().name
     if _GLOB.search(str(spec)):
-        return _matches(str(path), selection), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
+        folders = [folder.name for folder in path.absolute().parents if folder.name and not _GLOB.search(folder.name)]
+        name = _GLOB.split(path.name)[0].strip("-_.") or next(iter(folders), "data")
+        return _matches(str(path), selection, report), name
     plain, revision = split_revision(str(spec))
     name, config = hub.parse_name(plain)
     if config is not None and Path(name).is_dir():
@@ -417,7 +421,7 @@ def _find(
     if hub.is_name(plain):
         folder = hub.robot_data(name, root, revision) if robot and config is None else None
         if folder is not None:
-            return _directory(folder, selection, root), name.rpartition("/")[2]
+            return _directory(folder, selection, root, report), name.rpartition("/")[2]
         return _hub_files(name, config, selection, root, revision), name.rpartition("/")[2]
     raise _missing(path)
 
@@ -464,9 +468,12 @@ def _file(path: Path, label: str | None = None) -> SourceFile:
     return SourceFile(path, kind, label or str(path))
 
 
-def _matches(pattern: str, selection: Selection) -> list[SourceFile]:
+def _matches(pattern: str, selection: Selection, report: Callable[[str], None]) -> list[SourceFile]:
     paths = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
     files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
+    before, crosses, _ = pattern.partition("**")  # which may have come into a run; whoever writes runs/*/… means it
+    if crosses:
+        files = _without_own(files, Path(before).absolute(), report)
     if not files:
         raise DataError(
             f"nothing matches {as_written(pattern)}", where="data", remedy="check the pattern; ** crosses directories"
@@ -493,7 +500,17 @@ def _recording(path: Path, selection: Selection) -> SourceFile | None:
     return SourceFile(place, kind, f"{place} ({part})", root, part)
 
 
-def _directory(path: Path, selection: Selection, root: Path) -> list[SourceFile]:
+def _without_own(files: list[Path], folder: Path, report: Callable[[str], None]) -> list[Path]:
+    """The files below a folder that are not of a run nor of a data cache in it; reports the ones that are left out."""
+    own = OwnFolders(folder)
+    left = [file for file in files if own.of(file.absolute()) is None]
+    if found := sorted(str(each) for each in own.found()):
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        report(f"data: left out of {as_written(folder)}, as runs and data caches: {', '.join(found[:_SHOWN])}{more}")
+    return left
+
+
+def _directory(path: Path, selection: Selection, root: Path, report: Callable[[str], None]) -> list[SourceFile]:
     """A directory written by `datasets`, one laid out as on the Hub, or one of data files."""
     if is_lerobot(path):
         return [_lerobot(path, selection)]
@@ -503,6 +520,7 @@ def _directory(path: Path, selection: Selection, root: Path) -> list[SourceFile]
     if hub.has_card(path):
         return _hub_files(str(path), None, selection, root)
     found = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_data(file, path)]
+    found = _without_own(found, path.absolute(), report)
     if not found:
         arrays = any(file.suffix.lower() in _ARRAYS for file in path.rglob("*"))
         remedy = _CONVERT if arrays else f"files named {SUPPORTED}"
