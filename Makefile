@@ -32,7 +32,7 @@ venv: $(INSTALLED) ## make .venv and install shardtune with the pinned versions 
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'shardtune needs Python 3.11 or newer: make PYTHON=/path/to/python3.11'; exit 1; }
 	@$(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
-	$(1)/bin/python -m pip install --disable-pip-version-check -c $(2) -e '.[dev]'
+	$(1)/bin/python tools/install.py $(2)
 	@touch $@
 endef
 
