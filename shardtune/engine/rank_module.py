@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 
 from shardtune.config.rank_layout import Layout
 from shardtune.engine.attributes import Attributes
@@ -40,6 +40,7 @@ from shardtune.engine.sequence_parallel import SequenceForward
 from shardtune.engine.split_arguments import Part
 from shardtune.engine.stops import Stops
 from shardtune.errors import ModelError, ParallelError
+from shardtune.models.attention_heads import heads_of
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.parts import parts_of
@@ -216,7 +217,7 @@ class RankModule:
 
     def _all_heads(self) -> list[Heads]:
         """The heads of each model of transformers in the module."""
-        return [heads for _, part in pretrained_parts(self._module) if (heads := _heads(part)) is not None]
+        return [heads for _, part in pretrained_parts(self._module) if (heads := heads_of(part.config)) is not None]
 
     def _apply_model_parallel(self) -> ModelParallel:
         layout = self._ranks.layout
@@ -430,12 +431,3 @@ def _quieten() -> None:
     """Suppress warnings about views of gathered tensors and repeated gathering, which are intended."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     quieten_redistribution()
-
-
-def _heads(module: PreTrainedModel) -> Heads | None:
-    values = module.config.get_text_config().to_dict()
-    if "num_attention_heads" not in values:
-        return None
-    query = int(values["num_attention_heads"])
-    size = int(values.get("head_dim") or values["hidden_size"] // query)
-    return Heads(query, int(values.get("num_key_value_heads") or query), size)

@@ -25,7 +25,7 @@ from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import Row, TooLong
 from shardtune.data.loader.packing import NO_ROW, pack
-from shardtune.errors import ModelError, ParallelError
+from shardtune.errors import ModelError
 from shardtune.models.activation_checkpointing import checkpoint_arguments
 from shardtune.models.adapter import (
     AdapterRoot,
@@ -35,6 +35,7 @@ from shardtune.models.adapter import (
     WeightSource,
     cannot_share_sequences,
 )
+from shardtune.models.attention_heads import check_heads_of, forms_ring, shared_heads
 from shardtune.models.attention_implementation import (
     attention_name,
     pretrained,
@@ -58,7 +59,7 @@ from shardtune.models.loss import (
 )
 from shardtune.models.mixed_precision import NarrowedBuffer, narrow_buffers
 from shardtune.models.mixers import STATE, Mixers
-from shardtune.models.packed_attention import DOCUMENTS, check_no_dropout
+from shardtune.models.packed_attention import DOCUMENTS
 from shardtune.models.packing_limit import PackingLimit
 from shardtune.models.packing_probe import AGREEMENT, WITHOUT_BOUNDARIES, probe_packing
 from shardtune.models.pretrained import model_directory
@@ -74,7 +75,6 @@ from shardtune.parallel.model_parallel import ModelParallel, apply_model_paralle
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.sequence_parallel import TokenShare
 from shardtune.parallel.shard_units import choose_units, outermost
-from shardtune.parallel.tensor_parallel import Heads, check_heads
 
 BALANCE = "router_balance"
 
@@ -398,48 +398,11 @@ class CausalLM(LanguageModel):
             raise cannot_share_sequences(
                 f"a model with attn_implementation {self._requested_attention}", "its attention is not ours"
             )
-        if layout.tensor > 1 or layout.sequence > 1:
-            heads = self._heads()
-            if self.rings(layout):
-                check_heads(heads, layout.tensor, 1)
-                self._check_dropout()
-            else:
-                ring = ", or set actor.parallel.sequence_method: auto" if layout.sequence > 1 else ""
-                check_heads(heads, layout.tensor, layout.sequence, ring)
+        check_heads_of(self.config, layout)
 
     def rings(self, layout: Layout) -> bool:
         """Whether ranks that share sequences send each other keys and values instead of heads."""
-        if layout.sequence == 1:
-            return False
-        heads = self._heads()
-        return layout.rings(heads.query, heads.key_value)
-
-    def _check_dropout(self) -> None:
-        """Refuse dropout on attention weights, which ring attention does not have."""
-        values = self.config.get_text_config().to_dict()
-        where = "actor.parallel.sequence_method"
-        check_no_dropout(values, where, lambda name: f"set actor.model.config_overrides: {{{name}: 0.0}}")
-
-    def _heads(self) -> Heads:
-        """The heads of the config, by the names that all configs share.
-
-        Raises:
-            ParallelError: it has none.
-        """
-        text = self.config.get_text_config()
-        values, names = text.to_dict(), text.attribute_map
-
-        def number(name: str) -> int | None:
-            return values.get(names.get(name, name))
-
-        heads, hidden = number("num_attention_heads"), number("hidden_size")
-        if heads is None or hidden is None:
-            raise ParallelError(
-                f"a {text.model_type} has no attention heads (num_attention_heads), which ranks could share",
-                where="actor.parallel",
-                remedy="leave tensor and sequence out: ranks share the rows then, and the weights",
-            )
-        return Heads(heads, number("num_key_value_heads") or heads, number("head_dim") or hidden // heads)
+        return forms_ring(self.config, layout)
 
     def check_parallel(self, model: nn.Module, layout: Layout) -> None:
         super().check_parallel(model, layout)
@@ -462,7 +425,7 @@ class CausalLM(LanguageModel):
                 raise cannot_share_sequences(type(model).__name__, too_long)
             self._sequence = ranks.sequence_mesh
             self._rings = self.rings(layout)
-        declared, heads = pretrained(model), self._heads() if layout.tensor > 1 else None
+        declared, heads = pretrained(model), shared_heads(self.config) if layout.tensor > 1 else None
         return apply_model_parallel(model, declared.tp_plan, declared.ep_plan, ranks, heads)
 
     def row_terms(self) -> Mapping[str, float]:
@@ -482,7 +445,7 @@ class CausalLM(LanguageModel):
         found = probe_packing(root, self, samples, device, dtype)
         self._packs_proved = self.packs
         if self._rings:
-            heads = self._heads()
+            heads = shared_heads(self.config)
             found.append(f"sequences are shared by ring attention ({heads.query} heads, {heads.key_value} of keys)")
         return [f"{too_long}: one row per forward", *found] if too_long else found
 
