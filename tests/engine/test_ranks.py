@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import JambaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, JambaForCausalLM
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine
@@ -162,6 +162,25 @@ def test_a_ring_is_plain_pytorch(three_heads: Path, two: TrainEngine, length: in
         assert apart(found, plain(three_heads, rows.tolist())) < 1e-10
         parts = engine.logits(NeedParallel(SAMPLES, type="seq"))
         assert torch.allclose(torch.cat(parts, 1), engine.logits(SAMPLES)[0], atol=1e-12)
+
+
+class OfGPT2(HuggingFaceFsdp2TrainModule, GPT2LMHeadModel):
+    """A model whose config has other names for its heads."""
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        return self(ids).logits.detach()
+
+
+def test_heads_are_read_by_any_name(tmp_path: Path, two: TrainEngine):
+    config = GPT2Config(n_head=3, n_embd=24, n_layer=1, vocab_size=64, n_positions=16, attn_pdrop=0.0)
+    GPT2LMHeadModel(config).double().save_pretrained(tmp_path)
+    ids = torch.tensor(SAMPLES)[:, :12]
+    made = OfGPT2.from_pretrained(tmp_path, dtype=torch.float64)
+    with TrainEngine(made.eval()).build(colocate_with=two, take_turns=False, sequence_parallel_size=2) as engine:
+        assert engine.notes == ["sequences are shared by ring attention"]
+        parts = engine.logits(NeedParallel(ids, type="seq"))
+    whole = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64).eval()(ids).logits
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-12)
 
 
 def test_a_ring_of_ranks_that_divide_the_heads(model: Path, four: TrainEngine):
