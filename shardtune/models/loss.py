@@ -420,9 +420,11 @@ def head_cross_entropy(
     # Without targets the head runs on an empty chunk: its weights must have a gradient on every rank or on none.
     for start in range(0, max(1, hidden.shape[0]), chunk):
         part = slice(start, start + chunk)
-        arguments = (hidden[part], targets[part], target_weights[part], None if each is None else each[part])
+        arguments = (hidden[part], targets[part], target_weights[part])
+        # Bound and not an argument: `checkpoint` refuses tensors that change afterwards.
+        of_part = partial(chunk_sum, into=None if each is None else each[part])
         with set_checkpoint_early_stop(False):  # early stop would raise an exception inside the user's `token_loss`
-            part_total, part_correct = checkpoint(chunk_sum, *arguments, use_reentrant=False)
+            part_total, part_correct = checkpoint(of_part, *arguments, use_reentrant=False)
         total, correct = total + part_total, correct + part_correct
     return total, correct
 

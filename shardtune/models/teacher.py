@@ -31,6 +31,7 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
     for key in ("loss", "teacher", "tokenizer", "neftune_alpha", "label_smoothing", "z_loss"):
         values["actor"][key] = plain["actor"][key]
     values["actor"]["optim"] = plain["actor"]["optim"]
+    values["data"]["eval_split"] = plain["data"]["eval_split"]
     in_memory = ["actor.model.model_path", "data.train_data_paths", "data.eval_data_paths"]
     return load_recipe(values, in_memory=in_memory, files_must_exist=False)
 

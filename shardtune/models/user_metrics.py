@@ -77,21 +77,23 @@ def predicted_loss(predictions: Iterable[Prediction], token_loss: TokenLoss) -> 
     for outputs, targets, weights in predictions:
         acc = accumulation_dtype(outputs.dtype)
         if isinstance(token_loss, CrossEntropy):
-            _check_classes(outputs, targets)
+            _check_classes(token_loss, outputs, targets)
         losses = token_loss(outputs.to(acc), targets) if len(outputs) else outputs.flatten(1).sum(1)
         total = total.to(outputs.device, acc) + (losses * weights.to(acc)).sum()
         weight += float(weights.sum(dtype=torch.float64))
     return LossSum(total, weight)
 
 
-def _check_classes(outputs: torch.Tensor, targets: torch.Tensor) -> None:
+def _check_classes(loss: CrossEntropy, outputs: torch.Tensor, targets: torch.Tensor) -> None:
     if outputs.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point():
         return
+    keys = "actor.loss: dft" if loss.by_probability else "actor.label_smoothing, actor.z_loss"
     raise ConfigError(
-        f"label smoothing and z-loss are for logits [n, classes] and whole-number targets [n], not for outputs "
-        f"{list(outputs.shape)} and targets {list(targets.shape)} of {targets.dtype}",
-        where="actor.label_smoothing, actor.z_loss",
-        remedy="leave them out, or name a loss of your own in actor.loss",
+        f"{'dft is' if loss.by_probability else 'label smoothing and z-loss are'} for logits [n, classes] and "
+        f"whole-number targets [n], not for outputs {list(outputs.shape)} and targets {list(targets.shape)} of "
+        f"{targets.dtype}",
+        where=keys,
+        remedy=f"leave {keys} out, or name a loss of your own in actor.loss",
     )
 
 

@@ -193,6 +193,22 @@ def test_targets_that_fit_perfectly_still_count(path: Callable) -> None:
 
 
 @pytest.mark.usefixtures("chunks")
+def test_the_loss_of_each_target_is_kept_and_gradients_stay() -> None:
+    values = inputs(torch.float64)
+    targets, weights = targets_of(ROWS)
+    each = torch.zeros(ROWS, dtype=torch.float64)
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        return F.linear(rows, values["weight"], values["bias"])
+
+    total = head_cross_entropy(values["hidden"], head, VOCABULARY, targets, weights, each=each)[0]
+    losses = F.cross_entropy(head(values["hidden"]), targets, reduction="none") * weights
+    assert torch.allclose(each, losses.detach(), atol=1e-13)
+    for found, wanted in zip(gradients(total, values), gradients(losses.sum(), values), strict=True):
+        assert torch.allclose(found, wanted, atol=1e-13)
+
+
+@pytest.mark.usefixtures("chunks")
 def test_correct_predictions_are_counted_once_each_whatever_their_weight() -> None:
     values = inputs(torch.float32)
     targets, weights = targets_of(ROWS)

@@ -198,6 +198,13 @@ def test_contradictions_are_refused(tmp_path: Path, actor: dict[str, Any], messa
         load_recipe(values)
 
 
+def test_a_teacher_is_found_whatever_chooses_the_rows_of_evaluation(tmp_path: Path) -> None:
+    values = recipe(save_model("dense", tmp_path / "model"), save_rows(tmp_path / "rows.jsonl", 4))
+    values["actor"] |= {"loss": "distill", "teacher": {"model_path": str(save_model("dense", tmp_path / "other"))}}
+    values["data"]["eval_split"] = 0.5
+    assert hooks(values).teacher is not None
+
+
 def test_a_teacher_with_another_vocabulary_or_other_weights_is_refused_before_ranks_start(tmp_path: Path) -> None:
     rows = save_rows(tmp_path / "rows.jsonl", 1)
     model, other = save_model("dense", tmp_path / "model"), save_model("dense", tmp_path / "other")

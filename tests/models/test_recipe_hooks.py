@@ -362,9 +362,13 @@ def test_metrics_of_the_adapter_and_of_the_recipe_may_not_share_a_name(folder: P
         steps(worker, 1)
 
 
-def test_smoothing_of_values_that_are_no_logits_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"for logits(?s:.*)not for outputs \[2, 2\] and targets \[2, 2\]"):
-        steps(adapted(folder, Regressor, actor__label_smoothing=0.1), 1)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"actor__label_smoothing": 0.1}, "label smoothing and z-loss are"), ({"actor__loss": "dft"}, "dft is")],
+)
+def test_smoothing_of_values_that_are_no_logits_is_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{said} for logits(?s:.*)not for outputs \[2, 2\] and targets \[2, 2\]"):
+        steps(adapted(folder, Regressor, **changes), 1)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
         rows.batches,
         rows.length,
         rows.by_file,
+        rows.bad_rows,
+        rows.evaluation_weights,
         optimization.schedule,
         run.duration,
         evaluation.evaluation,

@@ -47,6 +47,10 @@ def lora(context: Context) -> Iterator[ConfigError]:
             ),
         ],
         "target_parameters": [
+            (
+                "training_backend: fsdp, as FSDP1 replaces the parameters that PEFT adapts",
+                lora.target_parameters and context.recipe.actor.training_backend == "fsdp1",
+            ),
             ("dropout: 0.0, as PEFT has none for them", lora.target_parameters and lora.dropout),
             ("use_dora: false, as PEFT has none for them", lora.target_parameters and lora.use_dora),
         ],

@@ -33,6 +33,19 @@ def schedule(context: Context) -> Iterator[ConfigError]:
             f"({optim.lr_warmup_steps_ratio:g}) both set the length of the warm-up",
             "keep one of them; the other is 0",
         )
+    if optim.lr_warmup_from_zero and not optim.lr_warmup_steps and not optim.lr_warmup_steps_ratio:
+        yield context.problem(
+            "actor.optim.lr_warmup_from_zero",
+            "actor.optim.lr_warmup_from_zero: true has no effect without a warm-up",
+            "give actor.optim.lr_warmup_steps or lr_warmup_steps_ratio, or leave it out",
+        )
+    for number, group in enumerate(optim.groups):
+        if group.lr is None and group.weight_decay is None:
+            yield context.problem(
+                "actor.optim.groups",
+                f"actor.optim.groups[{number}] ({group.pattern}) has neither lr nor weight_decay, so it has no effect",
+                "give it one of them, or leave it out",
+            )
     if optim.min_lr and optim.lr_scheduler == "constant":
         yield context.problem(
             "actor.optim.min_lr",

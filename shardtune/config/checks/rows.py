@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardtune.config.checks.context import Context
 from shardtune.config.model_names import BUILT_IN, TASKS
+from shardtune.config.schema.data import DataConfig, DataEntry
 from shardtune.config.values import WORKERS
 from shardtune.errors import ConfigError
 
@@ -105,13 +106,40 @@ def by_file(context: Context) -> Iterator[ConfigError]:
             yield context.problem(key, what, f"{remedy}, {whole}")
 
 
-def pixels(context: Context) -> Iterator[ConfigError]:
-    actor = context.recipe.actor
-    own = actor.model.adapter is None and actor.worker is None
-    if context.recipe.data.keep_pixels and own and actor.model.model_type in ("causal_lm", *TASKS):
+def bad_rows(context: Context) -> Iterator[ConfigError]:
+    data = context.recipe.data
+    if data.on_bad_row == "fail" and data.max_bad_rows != DataConfig().max_bad_rows:
         yield context.problem(
-            "data.keep_pixels",
-            f"data.keep_pixels: true has no effect with model_type: {actor.model.model_type}, which takes no images",
+            "data.max_bad_rows",
+            f"data.max_bad_rows ({data.max_bad_rows}) has no effect with data.on_bad_row: fail: the first ends the run",
+            "set data.on_bad_row: skip, or leave it out",
+        )
+
+
+def evaluation_weights(context: Context) -> Iterator[ConfigError]:
+    given = context.recipe.data.eval_data_paths
+    sets = given if isinstance(given, Mapping) else {"": given}
+    for name, sources in sets.items():
+        for entry in sources if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]:
+            if isinstance(entry, DataEntry) and entry.weight != 1.0:
+                of_set = f" of the set {name}" if name else ""
+                yield context.problem(
+                    "data.eval_data_paths",
+                    f"the weight {entry.weight:g} of {entry.path}{of_set} has no effect: every row is evaluated once",
+                    "leave it out; max_samples takes fewer rows of a source",
+                )
+
+
+def pixels(context: Context) -> Iterator[ConfigError]:
+    actor, data = context.recipe.actor, context.recipe.data
+    own = actor.model.adapter is None and actor.worker is None
+    given = {"data.keep_pixels": data.keep_pixels, "data.image_hosts": bool(data.image_hosts)}
+    if not own or actor.model.model_type not in ("causal_lm", *TASKS):
+        return
+    for key in (key for key, is_set in given.items() if is_set):
+        yield context.problem(
+            key,
+            f"{key} has no effect with model_type: {actor.model.model_type}, which takes no images",
             "leave it out, or set actor.model.model_type: vision_language",
         )
 

@@ -78,7 +78,7 @@ class OptimConfig(Section):
         "that of the first step is 0; false: `lr` * i / n.",
     )
     decay_ratio: Number = key(0.1, "wsd: the share of all steps in which the rate falls.", gt=0, le=1)
-    min_lr: Number = key(0.0, "The rate at the last step and after it.", ge=0)
+    min_lr: Number = key(0.0, "What the rate falls to: the last step is one step short of it.", ge=0)
 
 
 SequenceMethod = Literal["auto", "ulysses", "ring"]
