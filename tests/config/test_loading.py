@@ -292,7 +292,7 @@ def test_the_resolved_recipe_reads_back_the_same(load, recipe_path, tmp_path):
     recipe = load(
         "actor.optim.groups=[{pattern: embed, lr: 1e-6}]",
         "actor.optim.args={momentum: 0.9, nested: {a: [1, null]}}",
-        "data.eval_data_paths={math: [{path: a.jsonl, weight: 0.5}], chat: b.jsonl}",
+        "data.eval_data_paths={math: [{path: a.jsonl, max_samples: 5}], chat: b.jsonl}",
         "runner.val_check_interval=epoch",
         "runner.logger.experiment_name='1e-5'",
         "actor.global_batch_tokens=4096",
