@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardtune.data.cache_directory import file_digest
-from shardtune.data.own_files import is_own
 from shardtune.data.robot.hdf5 import SUFFIXES
 from shardtune.data.row_files import kind_of
+from shardtune.data.sources.found_files import files_below, fixed_part, matching
+from shardtune.data.sources.hub import CARD, card_header, configured_folder
 
 WHOLE_BYTES = 1 << 20
 """Files up to this size are hashed whole by `contents`."""
@@ -33,8 +32,8 @@ def fingerprints(paths: Sequence[str], root: Path) -> list[dict[str, str | None]
     """Each path with a hash of its content: of a file, or of all files in a directory or that a pattern matches.
 
     Files of rows are read whole, once, and any others in a directory (images, videos) as by `contents`; so are all of
-    them where a directory holds more than `SAMPLED_FILES`. A path that is none of these (a name on a hub) has no hash:
-    only the task can resolve it.
+    them where a directory holds more than `SAMPLED_FILES`. `directory:configuration` has the hash of the directory. A
+    path that is none of these (a name on a hub) has no hash: only the task can resolve it.
 
     Args:
         paths: as the recipe names them.
@@ -51,18 +50,18 @@ def fingerprints(paths: Sequence[str], root: Path) -> list[dict[str, str | None]
 
 
 def _key(path: Path, root: Path) -> str | None:
+    path = configured_folder(str(path)) or path
     if path.is_file():
         return file_digest(path, root)
     if path.is_dir():
         names = sorted(_names(path))
         rows = [name for name in names if _is_data(name)]
         if len(rows) > SAMPLED_FILES:
-            return _joined(contents(path))
+            return _joined(contents(path) | _card(path))
         others = _some([name for name in names if not _is_data(name)])
         exact = {name: file_digest(path / name, root) for name in rows}
-        return _joined({"": _listed(names), **exact, **{name: _sampled(path / name) for name in others}})
-    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    exact = {match.name: file_digest(match, root) for match in matches if match.is_file()}
+        return _joined({"": _listed(names), **exact, **{name: _sampled(path / name) for name in others}, **_card(path)})
+    exact = {name: file_digest(match, root) for name, match in _matching(path).items()}
     return _joined(exact) if exact else None
 
 
@@ -72,16 +71,30 @@ def outline(path: Path) -> str | None:
     It reads `OUTLINE_PIECES` pieces of `SAMPLE_BYTES` of a file, whatever its size. Of other files in a directory than
     those of rows at most `SAMPLED_FILES` count.
     """
+    path = configured_folder(str(path)) or path
     if path.is_file():
         return OUTLINE + _pieces(path, OUTLINE_PIECES)
+    card: dict[str, str] = {}
     if path.is_dir():
         names = sorted(_names(path))
         others = _some([name for name in names if not _is_data(name)])
-        found = {name: path / name for name in (*filter(_is_data, names), *others)}
+        found, card = {name: path / name for name in (*filter(_is_data, names), *others)}, _card(path)
     else:
-        matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-        found = {match.name: match for match in matches if match.is_file()}
-    return OUTLINE + _joined({name: _pieces(file, OUTLINE_PIECES) for name, file in found.items()}) if found else None
+        found = _matching(path)
+    pieces = {name: _pieces(file, OUTLINE_PIECES) for name, file in found.items()}
+    return OUTLINE + _joined(pieces | card) if found else None
+
+
+def _matching(pattern: Path) -> dict[str, Path]:
+    """The files that a pattern matches by their paths below its folders without a wildcard, so that these may move."""
+    base = fixed_part(str(pattern))
+    return {str(file.relative_to(base)): file for file in matching(str(pattern)).files}
+
+
+def _card(folder: Path) -> dict[str, str]:
+    """A hash of the configurations that a directory's card names, under its name; nothing without such a card."""
+    header = card_header(folder)
+    return {} if header is None else {CARD: hashlib.blake2b(header.encode(), digest_size=20).hexdigest()}
 
 
 def _is_data(name: str) -> bool:
@@ -106,15 +119,15 @@ def contents(path: Path) -> dict[str, str]:
         By name relative to the path, "" for the path itself: of a directory or a pattern the number of its files and a
         hash of their names.
     """
+    path = configured_folder(str(path)) or path
     try:
         if path.is_file():
             return {"": _sampled(path)}
         if path.is_dir():
             names = sorted(_names(path))
             return {"": _listed(names), **{name: _sampled(path / name) for name in _some(names)}}
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        if matches:
-            files = [str(match) for match in matches if match.is_file()]
+        files = [str(match) for match in matching(str(path)).files]
+        if files:
             return {"": _listed(files), **{name: _sampled(Path(name)) for name in _some(files)}}
     except OSError as error:
         return {"": f"unreadable ({error.strerror})"}
@@ -123,13 +136,9 @@ def contents(path: Path) -> dict[str, str]:
 
 def _names(folder: Path) -> Iterator[str]:
     """The files below a folder that count, by relative path: none of a run or of a data cache that lies in it."""
-    for place, folders, files in os.walk(folder):
-        named = [name for name in folders if not name.startswith(".") and name not in _NO_FOLDERS]
-        folders[:] = [name for name in named if not is_own(Path(place, name))]
-        inner = os.path.relpath(place, folder)
-        for name in files:
-            if not name.startswith(".") and not name.endswith(_NO_CONTENT):
-                yield name if inner == "." else f"{inner}/{name}"
+    for file in files_below(folder, lambda name: name.startswith(".") or name in _NO_FOLDERS).files:
+        if not file.name.endswith(_NO_CONTENT):
+            yield str(file.relative_to(folder))
 
 
 def _some(names: Sequence[str]) -> Sequence[str]:

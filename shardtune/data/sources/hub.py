@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardtune.data.cache_directory import cache_folder, spool
+from shardtune.data.cache_directory import cache_folder, files_digest, spool
+from shardtune.data.sources.found_files import files_below
 from shardtune.errors import DataError
 
 Purpose = Literal["train", "eval"]
+CARD = "README.md"
+_HIDDEN_CARD = ".huggingface.yaml"
+"""Names configurations as the header of `CARD` does."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")  # hf://datasets/owner/name@COMMIT/file
 # The split that is used when several exist and none is named, in order of preference.
@@ -81,12 +85,34 @@ def spool_dataset(dataset: Any, root: Path) -> Path:
 
 def has_card(folder: Path) -> bool:
     """Whether a directory is laid out as on the Hub: a README.md whose header names configurations."""
+    return card_header(folder) is not None
+
+
+def card_header(folder: Path) -> str | None:
+    """The header of a directory's README.md that names configurations; None for any other directory."""
     try:
-        text = (folder / "README.md").read_text(encoding="utf-8")
+        text = (folder / CARD).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return False
+        return None
     header = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-    return header is not None and re.search(r"^(configs|dataset_info):", header[1], re.MULTILINE) is not None
+    if header is None or re.search(r"^(configs|dataset_info):", header[1], re.MULTILINE) is None:
+        return None
+    return header[1]
+
+
+def configured_folder(spec: str) -> Path | None:
+    """The local directory of `directory:configuration`; None for any other text."""
+    name, config = parse_name(spec)
+    return Path(name) if config is not None and Path(name).is_dir() else None
+
+
+def _library_cache(name: str, root: Path) -> Path:
+    """Where `datasets` keeps what it loads: of a local directory, which it knows by name alone, by content."""
+    if not Path(name).is_dir():
+        return cache_folder(root, "hub")
+    found = files_below(Path(name), lambda inner: inner.startswith(".") and inner != _HIDDEN_CARD)
+    files = [file for file in found.files if file.is_file()]
+    return cache_folder(root, f"hub/local/{files_digest(Path(name), files, root)}")
 
 
 def load_files(
@@ -110,7 +136,7 @@ def load_files(
             and selection.name in datasets.get_dataset_config_names(name, **of_hub)
         ):
             config = selection.name
-        loaded = datasets.load_dataset(name, config, cache_dir=str(cache_folder(root, "hub")), **of_hub)
+        loaded = datasets.load_dataset(name, config, cache_dir=str(_library_cache(name, root)), **of_hub)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(
             f"the data set cannot be loaded: {error}",

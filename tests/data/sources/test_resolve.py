@@ -15,7 +15,7 @@ import pytest
 
 from shardtune.data.encoder import RowError
 from shardtune.data.row_files import read_rows
-from shardtune.data.sources.resolve import named_sets, prepare_row, resolve_sources
+from shardtune.data.sources.resolve import data_fingerprints, named_sets, prepare_row, resolve_sources
 from shardtune.errors import DataError
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(600)]
@@ -294,6 +294,28 @@ class TestDatasetsLibrary:
             resolve(f"{folder}:times")
         with pytest.raises(DataError, match=r"(?s)no split 'test'.*train, validation"):
             resolve({"path": str(folder), "split": "test"})
+
+    def test_rows_of_a_directory_with_a_card_are_those_that_lie_there(self, tmp_path, resolve):
+        card = "---\nconfigs:\n- config_name: one\n  data_files: rows.jsonl\n---\n"
+        for number, place in enumerate(("a", "b")):
+            write_jsonl(tmp_path / place / "set/rows.jsonl", ROWS[number : number + 3])
+            (tmp_path / place / "set/README.md").write_text(card)
+        first, second = (tmp_path / place / "set" for place in ("a", "b"))
+        assert all_rows(resolve(first)) == ROWS[:3]
+        assert all_rows(resolve(f"{second}:one")) == ROWS[1:4]
+        cache, paths = tmp_path / "cache", [str(first), f"{first}:one"]
+        before = data_fingerprints(paths, cache)
+        assert None not in dict(before).values()
+        write_jsonl(first / "rows.jsonl", ROWS[4:7])
+        assert all_rows(resolve(first)) == ROWS[4:7]
+        assert all(old != new for old, new in zip(before, data_fingerprints(paths, cache), strict=True))
+        write_jsonl(first / "rows.jsonl", ROWS[:3])
+        assert all_rows(resolve(first)) == ROWS[:3]
+        assert data_fingerprints(paths, cache) == before
+        write_jsonl(first / "other.jsonl", ROWS[:3])
+        added = data_fingerprints(paths, cache)
+        (first / "README.md").write_text(card.replace("rows", "other"))
+        assert all(old != new for old, new in zip(added, data_fingerprints(paths, cache), strict=True))
 
     def test_hub_name_that_cannot_be_reached(self, resolve, monkeypatch):
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
