@@ -10,7 +10,7 @@ import json
 import lzma
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,8 @@ KINDS = {
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 SUPPORTED = ", ".join(KINDS) + f", and these with {', '.join(COMPRESSIONS)}"
 _DATA_LIST = re.compile(r"\s*\{\s*\"data\"\s*:\s*(?=\[)")
+_QUOTED = re.compile(r'"[^"]*+(?:""[^"]*+)*+"')
+"""A whole cell in quotes."""
 _CHUNK_ROWS = 256
 _CHUNK_BYTES = 1 << 20
 _COUNTED_BYTES = 1 << 22
@@ -258,9 +260,11 @@ def _read_json(path: Path) -> Iterator[Chunk]:
     text = _content(path).decode("utf-8-sig")
     start = _skip_space(text, 0)
     if text.startswith("[", start):
-        yield from _list_chunks(text, start, path)
+        end = yield from _list_chunks(text, start, path)
+        _require_end(text, end, "list", path)
     elif data := _DATA_LIST.match(text):
-        yield from _list_chunks(text, data.end(), path)
+        end = yield from _list_chunks(text, data.end(), path)
+        _require_end(text, _object_end(text, end, path), "object", path)
     elif not isinstance(_parse_json(text[start:].partition("\n")[0]), RowError):
         yield from _read_jsonl(path)
     else:
@@ -271,8 +275,48 @@ def _read_json(path: Path) -> Iterator[Chunk]:
         )
 
 
-def _list_chunks(text: str, start: int, path: Path) -> Iterator[Chunk]:
-    """The elements of the JSON list at `start`, one by one, so that a fault is reported with its row."""
+def _object_end(text: str, place: int, path: Path) -> int:
+    """Where the object ends whose list of rows ends at `place`; well-formed keys may follow the list."""
+    place = _skip_space(text, place)
+    try:
+        _, end = json.JSONDecoder().raw_decode('{"":0' + text[place:])
+    except Exception as error:
+        found = _excerpt(text[place:], 0)
+        raise DataError(
+            "the object that holds the list of rows does not end"
+            + (f": after the list comes {found!r}" if found else ", so the file may be cut"),
+            where=f"{path}: line {_line(text, place):,}",
+            remedy='end it with }, so that it is {"data": [{…}, …]}, or write the file again',
+        ) from error
+    return place + end - len('{"":0')
+
+
+def _require_end(text: str, place: int, what: str, path: Path) -> None:
+    """Raise `DataError` for whatever follows the rows of a file."""
+    place = _skip_space(text, place)
+    if place == len(text):
+        return
+    if text[place] in "[{":
+        remedy = "make it one list of rows, or write one object per line (.jsonl); such files may be joined by cat"
+    else:
+        remedy = "take out what follows, or write the file again"
+    raise DataError(
+        f"the file goes on after the {what} of its rows: {_excerpt(text[place:], 0)!r}",
+        where=f"{path}: line {_line(text, place):,}",
+        remedy=remedy,
+    )
+
+
+def _line(text: str, place: int) -> int:
+    return text.count("\n", 0, place) + 1
+
+
+def _list_chunks(text: str, start: int, path: Path) -> Generator[Chunk, None, int]:
+    """The elements of the JSON list at `start`, one by one, so that a fault is reported with its row.
+
+    Returns:
+        The place behind the list.
+    """
     decode, place, number = json.JSONDecoder().raw_decode, _skip_space(text, start + 1), 0
     numbered: list[NumberedRow] = []
     while not text.startswith("]", place):
@@ -307,6 +351,7 @@ def _list_chunks(text: str, start: int, path: Path) -> Iterator[Chunk]:
             numbered = []
     if numbered:
         yield RowChunk(numbered, 1.0)
+    return place + 1
 
 
 def _skip_space(text: str, place: int) -> int:
@@ -367,21 +412,74 @@ def _read_csv(path: Path) -> Iterator[Chunk]:
     plain = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     delimiter = "\t" if plain.suffix.lower() == ".tsv" else ","
     with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        lines = csv.reader(text, delimiter=delimiter)
-        header = next(lines, None)
+        record = _Record(text)
+        cells = csv.reader(record, delimiter=delimiter, strict=True)
         numbered: list[NumberedRow] = []
         try:
-            for number, cells in enumerate((cells for cells in lines if cells), 1):
-                numbered.append((number, _csv_row(header or [], cells)))
+            header = next(cells, None)
+            for number, row in enumerate(filter(None, record.each(cells)), 1):
+                numbered.append((number, _csv_row(header or [], row)))
                 if len(numbered) >= _CHUNK_ROWS:
                     yield RowChunk(numbered, 0.0)
                     numbered = []
         except csv.Error as error:
+            line, cell = record.last_quoted(delimiter)
             raise DataError(
-                f"broken CSV: {error}", where=f"{path}: line {lines.line_num}", remedy="mend that line of the file"
+                f"broken CSV: {error}: the quoted cell that begins with {cell!r} does not end where it should",
+                where=f"{path}: line {line:,}",
+                remedy='end the cell with a quote, and write a quote in it as ""; or save the table as CSV again',
             ) from error
     if numbered:
         yield RowChunk(numbered, 1.0)
+
+
+class _Record:
+    """The lines of a text, of which those of the row that is read last are kept.
+
+    Args:
+        lines: with their ends.
+    """
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = iter(lines)
+        self._kept: list[str] = []
+        self._before = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._lines:
+            self._kept.append(line)
+            yield line
+
+    def each(self, rows: Iterator[list[str]]) -> Iterator[list[str]]:
+        """The rows that are read from these lines."""
+        while True:
+            self._before += len(self._kept)
+            self._kept.clear()
+            row = next(rows, None)
+            if row is None:
+                return
+            yield row
+
+    def last_quoted(self, delimiter: str) -> tuple[int, str]:
+        """Of the last quoted cell that the lines of a broken row open, the number of its line, and its beginning."""
+        text, place, opened = "".join(self._kept), 0, 0
+        end_of_cell = re.compile(f"[{delimiter}\r\n]")
+        while place < len(text):
+            if text[place] == '"':
+                opened, closed = place, _QUOTED.match(text, place)
+                if closed is None or not end_of_cell.match(text, closed.end()):
+                    break
+                place = closed.end()
+            end = end_of_cell.search(text, place)
+            if end is None:
+                break
+            place = end.end()
+        number, start = self._before, 0
+        for line in self._kept:
+            number, start = number + 1, start + len(line)
+            if start > opened:
+                break
+        return number, _excerpt(text[opened:], 0)
 
 
 def _csv_row(header: list[str], cells: list[str]) -> Row | RowError:

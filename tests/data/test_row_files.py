@@ -59,3 +59,62 @@ def test_bytes_that_are_something_else(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match="cannot be read as"):
             read(tmp_path / name)
+
+
+ONE, TWO = '[{"text": "a"}]', '[{"text": "b"}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "line"),
+    [
+        (f"{ONE}\n\n{TWO}\n", "(?s)goes on after the list.*make it one list", 3),
+        (f"{ONE}{{}}", "(?s)goes on after the list of its rows: '{}'.*make it one list", 1),
+        (f"{ONE} junk", "(?s)'junk'.*take out what follows", 1),
+        (f'{{"data": {ONE}', "does not end, so the file may be cut", 1),
+        (f'{{"data": {ONE},\n"a": 1', "after the list comes ', \"a\": 1'|does not end", 1),
+        (f'{{"data": {ONE}]', "does not end: after the list comes ']'", 1),
+        (f'{{"data": {ONE}, "a": 1}}\n{TWO}', "goes on after the object", 2),
+    ],
+)
+def test_a_list_of_json_ends_the_file(tmp_path: Path, text: str, message: str, line: int) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=message) as told:
+        read(tmp_path / "a.json")
+    assert told.value.where == f"{tmp_path / 'a.json'}: line {line}"
+
+
+def test_further_keys_beside_a_list_of_json(tmp_path: Path) -> None:
+    for text in (f"{ONE}\n \n", f'{{"data": {ONE}}}\n', f' {{"data":{ONE} , "data": {TWO}, "b": {{"c": []}} }} '):
+        (tmp_path / "a.json").write_text(text)
+        assert read(tmp_path / "a.json") == {1: {"text": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "beginning"),
+    [
+        ('a,b\n1,2\n3,"4\n5,6\n', 3, '"4'),
+        ('a,b\r\n"x\r\ny","""z""\r\n1,2\r\n', 3, '"""z""'),
+        ('a,b\n"x,y","two\nlines"\n"u ""v""","w" z\n', 4, '"w" z'),
+        ('a,b\n1,"2\n3,4\n5,"6"\n', 2, '"2'),
+        ('a,"b\n1,2\n', 1, '"b'),
+    ],
+)
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_a_quote_that_does_not_end_is_named_by_the_line_where_it_begins(
+    tmp_path: Path, text: str, line: int, beginning: str, delimiter: str
+) -> None:
+    file = tmp_path / ("a.csv" if delimiter == "," else "a.tsv")
+    file.write_text(text.replace(",", delimiter), newline="")
+    with pytest.raises(DataError, match="broken CSV") as told:
+        read(file)
+    assert told.value.where == f"{file}: line {line}"
+    assert repr(beginning)[:-1] in told.value.what
+
+
+def test_cells_in_quotes(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('a,b\n"1,2","say ""so""\r\nand\nmore"\n\n5" disk, "x"\n"",""\n', newline="")
+    assert read(tmp_path / "a.csv") == {
+        1: {"a": "1,2", "b": 'say "so"\r\nand\nmore'},
+        2: {"a": '5" disk', "b": ' "x"'},
+        3: {"a": "", "b": ""},
+    }
