@@ -86,7 +86,11 @@ def run_inputs(recipe: Recipe, objects: Objects, in_memory: Inputs, *, whole: bo
     for key, given in (("train_data_paths", objects.train_data), ("eval_data_paths", objects.eval_data)):
         outlines = recipe.data.cache == "by_file" and key == "train_data_paths" and not whole
         for of_set, spec in named_sets(tree["data"][key] if given is None else given).items():
-            named = data_fingerprints(spec, root, outlines=outlines) if given is None else _of_object(spec, root)
+            named = (
+                data_fingerprints(spec, root, outlines=outlines, quarantine=recipe.data.quarantine)
+                if given is None
+                else _of_object(spec, root)
+            )
             for name, digest in named:
                 add(f"data.{key}.{of_set}".rstrip("."), name, digest)
     return found

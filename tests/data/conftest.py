@@ -35,6 +35,7 @@ class Data:
     columns: dict[str, str] = field(default_factory=dict)
     transform: str | None = None
     on_bad_row: str = "fail"
+    quarantine: str | None = None
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from shardtune.data.cache_directory import file_digest
 from shardtune.data.robot.hdf5 import SUFFIXES
 from shardtune.data.row_files import kind_of
-from shardtune.data.sources.found_files import files_below, fixed_part, matching
+from shardtune.data.sources.found_files import files_below, fixed_part, matching, same_file
 from shardtune.data.sources.hub import CARD, card_header, configured_folder
 
 WHOLE_BYTES = 1 << 20
@@ -28,7 +28,7 @@ OUTLINE = "outline "
 """Before what `outlines` gives."""
 
 
-def fingerprints(paths: Sequence[str], root: Path) -> list[dict[str, str | None]]:
+def fingerprints(paths: Sequence[str], root: Path, without: Path | None = None) -> list[dict[str, str | None]]:
     """Each path with a hash of its content: of a file, or of all files in a directory or that a pattern matches.
 
     Files of rows are read whole, once, and any others in a directory (images, videos) as by `contents`; so are all of
@@ -38,57 +38,65 @@ def fingerprints(paths: Sequence[str], root: Path) -> list[dict[str, str | None]
     Args:
         paths: as the recipe names them.
         root: of the cache, which remembers the hashes of files that have not changed.
+        without: a file that is none of them, wherever it lies.
     """
     found: list[dict[str, str | None]] = []
     for path in paths:
         try:
-            key = _key(Path(path), root)
+            key = _key(Path(path), root, without)
         except OSError as error:
             key = f"unreadable ({error.strerror})"
         found.append({"file": path, "rows": None, "key": key})
     return found
 
 
-def _key(path: Path, root: Path) -> str | None:
+def _key(path: Path, root: Path, without: Path | None) -> str | None:
     path = configured_folder(str(path)) or path
     if path.is_file():
         return file_digest(path, root)
     if path.is_dir():
-        names = sorted(_names(path))
+        names = sorted(_names(path, without))
         rows = [name for name in names if _is_data(name)]
         if len(rows) > SAMPLED_FILES:
-            return _joined(contents(path) | _card(path))
+            return _joined(contents(path, without) | _card(path))
         others = _some([name for name in names if not _is_data(name)])
         exact = {name: file_digest(path / name, root) for name in rows}
         return _joined({"": _listed(names), **exact, **{name: _sampled(path / name) for name in others}, **_card(path)})
-    exact = {name: file_digest(match, root) for name, match in _matching(path).items()}
+    exact = {name: file_digest(match, root) for name, match in _matching(path, without).items()}
     return _joined(exact) if exact else None
 
 
-def outline(path: Path) -> str | None:
+def outline(path: Path, without: Path | None = None) -> str | None:
     """A hash of the name, size, and first, middle and last bytes of each file that a path names; None if there is none.
 
     It reads `OUTLINE_PIECES` pieces of `SAMPLE_BYTES` of a file, whatever its size. Of other files in a directory than
-    those of rows at most `SAMPLED_FILES` count.
+    those of rows at most `SAMPLED_FILES` count, and `without` counts nowhere.
     """
     path = configured_folder(str(path)) or path
     if path.is_file():
         return OUTLINE + _pieces(path, OUTLINE_PIECES)
     card: dict[str, str] = {}
     if path.is_dir():
-        names = sorted(_names(path))
+        names = sorted(_names(path, without))
         others = _some([name for name in names if not _is_data(name)])
         found, card = {name: path / name for name in (*filter(_is_data, names), *others)}, _card(path)
     else:
-        found = _matching(path)
+        found = _matching(path, without)
     pieces = {name: _pieces(file, OUTLINE_PIECES) for name, file in found.items()}
     return OUTLINE + _joined(pieces | card) if found else None
 
 
-def _matching(pattern: Path) -> dict[str, Path]:
+def _matching(pattern: Path, without: Path | None) -> dict[str, Path]:
     """The files that a pattern matches by their paths below its folders without a wildcard, so that these may move."""
     base = fixed_part(str(pattern))
-    return {str(file.relative_to(base)): file for file in matching(str(pattern)).files}
+    return {str(file.relative_to(base)): file for file in _others(matching(str(pattern)).files, without)}
+
+
+def _others(files: Iterable[Path], without: Path | None) -> Iterator[Path]:
+    """The files but one."""
+    for file in files:
+        if without is None or not same_file(file, without):
+            yield file
 
 
 def _card(folder: Path) -> dict[str, str]:
@@ -109,11 +117,11 @@ def _joined(found: dict[str, str]) -> str:
     return digest.hexdigest()
 
 
-def contents(path: Path) -> dict[str, str]:
+def contents(path: Path, without: Path | None = None) -> dict[str, str]:
     """The size and a hash of each file at a path, in time that does not grow with their size.
 
     A file of up to `WHOLE_BYTES` is hashed whole; of a larger one the beginning, with the header of a safetensors file,
-    and `SAMPLES` pieces. Hidden files and Markdown are left out.
+    and `SAMPLES` pieces. Hidden files and Markdown are left out, and of a directory `without`.
 
     Returns:
         By name relative to the path, "" for the path itself: of a directory or a pattern the number of its files and a
@@ -124,7 +132,7 @@ def contents(path: Path) -> dict[str, str]:
         if path.is_file():
             return {"": _sampled(path)}
         if path.is_dir():
-            names = sorted(_names(path))
+            names = sorted(_names(path, without))
             return {"": _listed(names), **{name: _sampled(path / name) for name in _some(names)}}
         files = [str(match) for match in matching(str(path)).files]
         if files:
@@ -134,9 +142,10 @@ def contents(path: Path) -> dict[str, str]:
     return {"": "missing"}
 
 
-def _names(folder: Path) -> Iterator[str]:
+def _names(folder: Path, without: Path | None) -> Iterator[str]:
     """The files below a folder that count, by relative path: none of a run or of a data cache that lies in it."""
-    for file in files_below(folder, lambda name: name.startswith(".") or name in _NO_FOLDERS).files:
+    below = files_below(folder, lambda name: name.startswith(".") or name in _NO_FOLDERS)
+    for file in _others(below.files, without):
         if not file.name.endswith(_NO_CONTENT):
             yield str(file.relative_to(folder))
 

@@ -94,3 +94,11 @@ def fixed_part(pattern: str) -> Path:
     """The folders of a pattern before the first one with a wildcard."""
     parts = Path(pattern).parts
     return Path(*parts[: next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts))])
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file that is there."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")  # how the Hub names
 _SPLIT = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|eval|test)(?=[._-]|$)", re.IGNORECASE)
 
 
+_SHOWN = 3
 _SAVE_AGAIN = "copy it completely, or save it again with save_to_disk"
 
 
@@ -219,8 +221,24 @@ def choose_split(names: list[str], selection: Selection, where: str) -> str:
     )
 
 
-def choose_files(files: list[Path], folder: Path, selection: Selection) -> list[Path]:
-    """The files of one split of a directory, where splits are recognised by file or folder names.
+def choose_files(files: list[Path], folder: Path, selection: Selection, report: Callable[[str], None]) -> list[Path]:
+    """The files of one split of a directory, as `_of_split`; reports the ones that are left out."""
+    split, chosen = _of_split(files, folder, selection)
+    kept = set(chosen)
+    if out := [file.relative_to(folder).as_posix() for file in files if file not in kept]:
+        name = selection.name or folder.absolute().name
+        report(f"data: {name}: split {split}; left out: {some_of(out)}")
+    return chosen
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _of_split(files: list[Path], folder: Path, selection: Selection) -> tuple[str, list[Path]]:
+    """One split of a directory and its files, where splits are recognised by file or folder names; "" for all files.
 
     A split is a word such as `train` in a name; or all of a file's name, without its number, where the recipe names the
     split so (`train_sft`) or the files are numbered as on the Hub (`train_sft-00000-of-00003.parquet`).
@@ -232,10 +250,11 @@ def choose_files(files: list[Path], folder: Path, selection: Selection) -> list[
         if numbered or stem == selection.split:
             whole.setdefault(numbered[1] if numbered else stem, []).append(file)
     if selection.split in whole:
-        return whole[str(selection.split)]
+        return str(selection.split), whole[str(selection.split)]
     alike = {name: word[1] for name in whole for word in [_SPLIT.search(name)] if word}
     if len(alike) == len(whole) > len(set(alike.values())) and sum(map(len, whole.values())) == len(files):
-        return whole[choose_split(sorted(whole), selection, str(folder))]
+        chosen = choose_split(sorted(whole), selection, str(folder))
+        return chosen, whole[chosen]
     splits: dict[str, list[Path]] = {}
     for file in files:
         parts = file.relative_to(folder).parts
@@ -243,11 +262,12 @@ def choose_files(files: list[Path], folder: Path, selection: Selection) -> list[
         splits.setdefault(found[-1] if found else "", []).append(file)
     named = [name for name in splits if name]
     if selection.split is None and len(named) < 2:
-        return files
+        return "", files
     if selection.split is not None and not named:
         raise DataError(
             f"the file names name no splits, so there is no {selection.split!r}",
             where=str(folder),
             remedy="leave split out, or name the file itself",
         )
-    return splits[choose_split(named, selection, str(folder))]
+    chosen = choose_split(named, selection, str(folder))
+    return chosen, splits[chosen]

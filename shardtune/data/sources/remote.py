@@ -61,7 +61,7 @@ def remote_files(spec: str, selection: Selection, root: Path, report: Callable[[
         spec: the URL.
         selection: of a directory whose file names name splits.
         root: of the cache.
-        report: receives a line for each file that is copied.
+        report: receives a line for each file that is copied, and one on files of other splits.
 
     Raises:
         DataError: the package for such URLs is not installed, or the files cannot be read.
@@ -82,7 +82,7 @@ def remote_files(spec: str, selection: Selection, root: Path, report: Callable[[
         raise DataError(f"{scheme}:// is not known", where=f"data: {shown}", remedy=f"one of {known}") from error
     try:
         system.invalidate_cache()
-        return [_copied(system, one, spec, root, report) for one in _chosen(system, path, spec, selection)]
+        return [_copied(system, one, spec, root, report) for one in _chosen(system, path, spec, selection, report)]
     except DataError:
         raise
     except Exception as error:  # each file system has exceptions of its own
@@ -100,7 +100,7 @@ def _shown(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def _chosen(system: Any, path: str, spec: str, selection: Selection) -> Sequence[str]:
+def _chosen(system: Any, path: str, spec: str, selection: Selection, report: Callable[[str], None]) -> Sequence[str]:
     is_web = spec.lower().startswith(("http://", "https://"))
     if "*" in path or (not is_web and re.search(r"[?\[]", path)):
         found = [one for one in sorted(system.glob(path)) if not system.isdir(one)]
@@ -114,7 +114,7 @@ def _chosen(system: Any, path: str, spec: str, selection: Selection) -> Sequence
     data = [one for one in files if kind_of(one) and not _is_hidden(one.relative_to(folder))]
     if not data:
         raise DataError("the directory holds no data file", where=_shown(spec), remedy=f"files named {SUPPORTED}")
-    return [str(one) for one in choose_files(data, folder, selection)]
+    return [str(one) for one in choose_files(data, folder, selection, report)]
 
 
 def _is_hidden(path: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import glob
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -19,7 +19,6 @@ from shardtune.config.hub_name import split_revision
 from shardtune.config.shown import as_written
 from shardtune.data.cache_directory import cache_root, print_line
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_by
-from shardtune.data.own_files import OwnFolders
 from shardtune.data.robot.frames import Origin, describe_frame
 from shardtune.data.robot.lerobot import is_lerobot, open_lerobot, unread_images
 from shardtune.data.robot.lerobot_frames import read_lerobot
@@ -38,6 +37,7 @@ from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, rea
 from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns
 from shardtune.data.sources import hub
 from shardtune.data.sources.fingerprint import fingerprints, outline
+from shardtune.data.sources.found_files import files_below, fixed_part, matching, same_file
 from shardtune.data.sources.hub import Purpose, Selection
 from shardtune.data.sources.memory_rows import is_frame, is_table, records, spool_rows
 from shardtune.data.sources.remote import is_remote, remote_files
@@ -47,7 +47,6 @@ LEROBOT = "lerobot"
 """The kind of a directory of robot data, which is one file to the rest."""
 ROBOT_KINDS = (LEROBOT, *RECORDINGS)
 """The kinds of robot data that are no tables."""
-_SHOWN = 3
 ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
 _SNIFFED_ROWS = 20
 _FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
@@ -70,6 +69,8 @@ class DataOptions(Protocol):
     def cache_dir(self) -> str | Path | None: ...
     @property
     def on_bad_row(self) -> str: ...
+    @property
+    def quarantine(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +176,11 @@ def resolve_sources(
     """
     transform = load_transform(data.transform) if data.transform else None
     entries = [_entry(item) for item in _items(spec, f"{purpose}_data")]
+    place = _Place(cache_root(data.cache_dir), Path(data.quarantine) if data.quarantine else None, report)
     sources: list[Source] = []
     for entry in entries:
         selection = Selection(entry.get("name"), entry.get("split"), purpose)
-        files, name = _find(entry["path"], selection, data, robot=frames is not None, report=report)
+        files, name = _find(entry["path"], selection, place, robot=frames is not None)
         name = _unique(entry.get("name") or name, [source.name for source in sources])
         source = Source(
             name=name,
@@ -206,14 +208,18 @@ def resolve_sources(
     return sources
 
 
-def data_fingerprints(spec: object, root: Path, *, outlines: bool = False) -> list[tuple[str, str | None]]:
+def data_fingerprints(
+    spec: object, root: Path, *, outlines: bool = False, quarantine: str | None = None
+) -> list[tuple[str, str | None]]:
     """The name and content hash of everything that a data key names or holds, without reading rows.
 
     Args:
         spec: as for `resolve_sources`; None: nothing.
         root: of the cache, in which rows in memory are stored under the hash of their content.
         outlines: hash a few pieces of each file, and not all of it.
+        quarantine: the file of `data.quarantine`, which is no part of a directory or pattern.
     """
+    without = Path(quarantine) if quarantine else None
     found: list[tuple[str, str | None]] = []
     for item in _items(spec, "data") if spec is not None else ():
         path = _entry(item)["path"]
@@ -221,15 +227,15 @@ def data_fingerprints(spec: object, root: Path, *, outlines: bool = False) -> li
         if held is not None:
             found.append((held.label, held.path.stem))
         elif outlines:
-            found.append((str(path), _outline(Path(path))))
+            found.append((str(path), _outline(Path(path), without)))
         else:
-            found += [(str(path), file["key"]) for file in fingerprints([str(path)], root)]
+            found += [(str(path), file["key"]) for file in fingerprints([str(path)], root, without)]
     return found
 
 
-def _outline(path: Path) -> str | None:
+def _outline(path: Path, without: Path | None) -> str | None:
     try:
-        return outline(path)
+        return outline(path, without)
     except OSError as error:
         return f"unreadable ({error.strerror})"
 
@@ -382,11 +388,50 @@ def _in_memory(spec: Any, root: Path) -> SourceFile | None:
     return None
 
 
-def _find(
-    spec: Any, selection: Selection, data: DataOptions, *, robot: bool, report: Callable[[str], None]
-) -> tuple[list[SourceFile], str]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What finding files needs beside a path.
+
+    Attributes:
+        root: of the cache.
+        quarantine: the file of `data.quarantine`, whose lines are no rows; None: there is none.
+        report: receives a line on what is left out.
+    """
+
+    root: Path
+    quarantine: Path | None
+    report: Callable[[str], None]
+
+    def is_quarantine(self, file: Path) -> bool:
+        """Whether a file is that of `data.quarantine`, under whatever name."""
+        return self.quarantine is not None and same_file(file, self.quarantine)
+
+    def rows(self, files: Sequence[Path], folder: Path) -> list[Path]:
+        """Those of the files below a folder that may hold rows. Raises `DataError` for a link to nothing."""
+        for file in files:
+            if file.is_symlink() and not file.exists():
+                raise DataError(
+                    f"the data file is a link to {as_written(os.readlink(file))}, which is not there",
+                    where=str(file),
+                    remedy="mend the link, or remove it",
+                )
+        left = [file for file in files if file.is_file() and not self.is_quarantine(file)]
+        self._report(folder, "as the file of data.quarantine", list(filter(self.is_quarantine, files)))
+        return left
+
+    def report_own(self, folder: Path, own: Sequence[Path]) -> None:
+        """Say which runs and data caches below a folder are left out."""
+        self._report(folder, "as runs and data caches", own)
+
+    def _report(self, folder: Path, why: str, out: Sequence[Path]) -> None:
+        if out:
+            shown = hub.some_of(sorted(str(each.absolute()) for each in out))
+            self.report(f"data: left out of {as_written(folder.absolute())}, {why}: {shown}")
+
+
+def _find(spec: Any, selection: Selection, place: _Place, *, robot: bool) -> tuple[list[SourceFile], str]:
     """The files of one data path, and a name for them."""
-    root = cache_root(data.cache_dir)
+    root = place.root
     held = _in_memory(spec, root)
     if held is not None:
         return [held], "memory"
@@ -397,7 +442,7 @@ def _find(
             remedy="name a file or directory",
         )
     if is_remote(str(spec)):
-        copies = [_file(one.path, one.label) for one in remote_files(str(spec), selection, root, report)]
+        copies = [_file(one.path, one.label) for one in remote_files(str(spec), selection, root, place.report)]
         if len(copies) == 1:
             return _of_split(copies, selection), _stem(copies[0].path)
         named = Path(str(spec))
@@ -407,13 +452,19 @@ def _find(
     if recorded is not None:
         return [recorded], recording_name(recorded.kind, recorded.path)
     if path.is_file():
+        if place.is_quarantine(path):
+            raise DataError(
+                "the file is that of data.quarantine, whose lines are no rows",
+                where=f"data: {as_written(path)}",
+                remedy="take it out of data.train_data_paths and data.eval_data_paths",
+            )
         return _of_split([_file(path)], selection), _stem(path)
     if path.is_dir():
-        return _directory(path, selection, root, report), path.resolve().name
+        return _directory(path, selection, place), path.resolve().name
     if _GLOB.search(str(spec)):
         folders = [folder.name for folder in path.absolute().parents if folder.name and not _GLOB.search(folder.name)]
         name = _GLOB.split(path.name)[0].strip("-_.") or next(iter(folders), "data")
-        return _matches(str(path), selection, report), name
+        return _matches(str(path), selection, place), name
     plain, revision = split_revision(str(spec))
     name, config = hub.parse_name(plain)
     if config is not None and Path(name).is_dir():
@@ -421,7 +472,7 @@ def _find(
     if hub.is_name(plain):
         folder = hub.robot_data(name, root, revision) if robot and config is None else None
         if folder is not None:
-            return _directory(folder, selection, root, report), name.rpartition("/")[2]
+            return _directory(folder, selection, place), name.rpartition("/")[2]
         return _hub_files(name, config, selection, root, revision), name.rpartition("/")[2]
     raise _missing(path)
 
@@ -468,19 +519,17 @@ def _file(path: Path, label: str | None = None) -> SourceFile:
     return SourceFile(path, kind, label or str(path))
 
 
-def _matches(pattern: str, selection: Selection, report: Callable[[str], None]) -> list[SourceFile]:
-    paths = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
-    files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
-    before, crosses, _ = pattern.partition("**")  # which may have come into a run; whoever writes runs/*/… means it
-    if crosses:
-        files = _without_own(files, Path(before).absolute(), report)
+def _matches(pattern: str, selection: Selection, place: _Place) -> list[SourceFile]:
+    found = matching(pattern)
+    place.report_own(fixed_part(pattern), found.own)
+    files = place.rows(found.files, fixed_part(pattern))
     if not files:
         raise DataError(
             f"nothing matches {as_written(pattern)}", where="data", remedy="check the pattern; ** crosses directories"
         )
     recorded = [_recording(path, selection) for path in files]
-    found = [one for one in recorded if one is not None]
-    return found if len(found) == len(files) else _of_split([_file(path) for path in files], selection)
+    known = [one for one in recorded if one is not None]
+    return known if len(known) == len(files) else _of_split([_file(path) for path in files], selection)
 
 
 def _recording(path: Path, selection: Selection) -> SourceFile | None:
@@ -500,17 +549,7 @@ def _recording(path: Path, selection: Selection) -> SourceFile | None:
     return SourceFile(place, kind, f"{place} ({part})", root, part)
 
 
-def _without_own(files: list[Path], folder: Path, report: Callable[[str], None]) -> list[Path]:
-    """The files below a folder that are not of a run nor of a data cache in it; reports the ones that are left out."""
-    own = OwnFolders(folder)
-    left = [file for file in files if own.of(file.absolute()) is None]
-    if found := sorted(str(each) for each in own.found()):
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        report(f"data: left out of {as_written(folder)}, as runs and data caches: {', '.join(found[:_SHOWN])}{more}")
-    return left
-
-
-def _directory(path: Path, selection: Selection, root: Path, report: Callable[[str], None]) -> list[SourceFile]:
+def _directory(path: Path, selection: Selection, place: _Place) -> list[SourceFile]:
     """A directory written by `datasets`, one laid out as on the Hub, or one of data files."""
     if is_lerobot(path):
         return [_lerobot(path, selection)]
@@ -518,14 +557,15 @@ def _directory(path: Path, selection: Selection, root: Path, report: Callable[[s
     if saved is not None:
         return [SourceFile(file, "arrow", str(file)) for file in saved]
     if hub.has_card(path):
-        return _hub_files(str(path), None, selection, root)
-    found = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_data(file, path)]
-    found = _without_own(found, path.absolute(), report)
+        return _hub_files(str(path), None, selection, place.root)
+    below = files_below(path, _is_hidden)
+    place.report_own(path, [own for own in below.own if any(map(_is_data, files_below(own, _is_hidden).files))])
+    found = place.rows([file for file in below.files if _is_data(file)], path)
     if not found:
-        arrays = any(file.suffix.lower() in _ARRAYS for file in path.rglob("*"))
+        arrays = any(file.suffix.lower() in _ARRAYS for file in below.files)
         remedy = _CONVERT if arrays else f"files named {SUPPORTED}"
         raise DataError("the directory holds no data file", where=str(path), remedy=remedy)
-    return [_file(file) for file in hub.choose_files(found, path, selection)]
+    return [_file(file) for file in hub.choose_files(found, path, selection, place.report)]
 
 
 def _lerobot(path: Path, selection: Selection) -> SourceFile:
@@ -538,9 +578,12 @@ def _lerobot(path: Path, selection: Selection) -> SourceFile:
     return SourceFile(path, LEROBOT, str(path), path, "" if part == whole else part)
 
 
-def _is_data(file: Path, folder: Path) -> bool:
-    hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
-    return not hidden and kind_of(file) is not None
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
+
+
+def _is_data(file: Path) -> bool:
+    return kind_of(file) is not None
 
 
 def _hub_files(

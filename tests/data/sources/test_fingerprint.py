@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardtune.data.sources import fingerprint
-from shardtune.data.sources.fingerprint import contents, fingerprints
+from shardtune.data.sources.fingerprint import contents, fingerprints, outline
 
 
 def keys(root: Path, *paths: Path | str) -> list[str | None]:
@@ -96,3 +96,25 @@ def test_rows_are_hashed_whole(tmp_path: Path) -> None:
     (folder / "a.jsonl").write_bytes(content[:place] + b"b" + content[place + 1 :])
     os.utime(folder / "a.jsonl", (1, 1))  # as rsync keeps it
     assert all(one != other for one, other in zip(before, keys(tmp_path, *paths), strict=True))
+
+
+def test_files_of_one_name_that_a_pattern_matches_are_told_apart(tmp_path: Path) -> None:
+    for place in ("d/a", "d/b", "d/b/run"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "rows.jsonl").write_text("1")
+    (tmp_path / "d/b/run/manifest.json").write_text('{"versions": {"shardtune": "0"}}')
+
+    def of(pattern: str, home: str = "d") -> list[object]:
+        path = tmp_path / home / pattern
+        return [*keys(tmp_path, path), outline(path), *contents(path).items()]
+
+    for pattern in ("*/rows.jsonl", "**/*.jsonl"):
+        before = of(pattern)
+        (tmp_path / "d/a/rows.jsonl").write_text("2")
+        assert all(one != other for one, other in zip(before[:2], of(pattern)[:2], strict=True))
+        (tmp_path / "d/a/rows.jsonl").write_text("1")
+        (tmp_path / "d/b/run/rows.jsonl").write_text("2")  # no part of it
+        assert of(pattern) == before
+        (tmp_path / "d").rename(tmp_path / "e")
+        assert of(pattern, "e")[:2] == before[:2]
+        (tmp_path / "e").rename(tmp_path / "d")

@@ -166,6 +166,19 @@ class TestNaming:
         with pytest.raises(DataError, match=r"(?s)no split 'dev'.*train, test|test, train"):
             resolve({"path": str(tmp_path), "split": "dev"})
 
+    def test_files_of_other_splits_are_named(self, tmp_path, resolve, said):
+        names = ["train.jsonl", "test/a.jsonl", "test/b.jsonl", "more.jsonl", "x/more.jsonl"]
+        for name in names[:3]:
+            write_jsonl(tmp_path / "set" / name)
+        resolve(tmp_path / "set")
+        assert said[0] == "data: set: split train; left out: test/a.jsonl, test/b.jsonl"
+        for name in names[3:]:
+            write_jsonl(tmp_path / "set" / name)
+        resolve({"path": str(tmp_path / "set"), "name": "mine"}, purpose="eval")
+        assert said[2] == "data: mine: split test; left out: more.jsonl, train.jsonl, x/more.jsonl"
+        resolve({"path": str(tmp_path / "set"), "split": "train"})
+        assert said[4] == "data: set: split train; left out: more.jsonl, test/a.jsonl, test/b.jsonl and 1 more"
+
     def test_files_named_for_splits_as_on_the_hub(self, tmp_path, resolve):
         """A local copy without its card: `train_sft` is a split of its own, not a part of `train`."""
         for name in ("train_sft", "test_sft"):
@@ -193,6 +206,50 @@ class TestNaming:
         for path in (file, tmp_path / "*.jsonl"):
             with pytest.raises(DataError, match=r"(?s)there is no 'train\[:50%\]'.*max_samples"):
                 resolve({"path": str(path), "split": "train[:50%]"})
+
+    def test_links(self, tmp_path, data, resolve):
+        home, cache = tmp_path / "home", tmp_path / "cache"
+        for place in ("home/b", "elsewhere", "home/.hidden", "home/a"):
+            write_jsonl(tmp_path / place / f"{Path(place).name}.jsonl", ROWS[:2])
+        for link, to in {"a/up": home, "z": tmp_path / "elsewhere", "again": tmp_path / "elsewhere"}.items():
+            (home / link).symlink_to(to)
+        expected = ["a/a.jsonl", "again/elsewhere.jsonl", "b/b.jsonl"]
+        for spec in (home, f"{home}/[ab]*/**/*.jsonl"):
+            (source,) = resolve(str(spec))
+            assert [str(file.path.relative_to(home)) for file in source.files] == expected
+        before = data_fingerprints([str(home)], cache)
+        write_jsonl(tmp_path / "elsewhere/elsewhere.jsonl", ROWS[1:3])
+        assert data_fingerprints([str(home)], cache) != before
+        (home / "b/torn.jsonl").symlink_to("nowhere.jsonl")
+        (home / "b/torn.txt").symlink_to("nowhere.txt")
+        for spec in (home, f"{home}/*/*.jsonl"):
+            with pytest.raises(DataError, match=r"link to nowhere.jsonl(.|\n)*torn.jsonl(.|\n)*remove it"):
+                resolve(str(spec))
+
+    def test_a_link_in_a_run_leaves_nothing_out(self, tmp_path, resolve):
+        write_jsonl(tmp_path / "home/data/a.jsonl", ROWS[:2])
+        (tmp_path / "home/a_run").mkdir()
+        (tmp_path / "home/a_run/manifest.json").write_text('{"versions": {"shardtune": "0"}}')
+        (tmp_path / "home/a_run/link").symlink_to(tmp_path / "home/data")
+        for spec in ("home", "home/**/*.jsonl", "h*/**/*.jsonl"):
+            (source,) = resolve(str(tmp_path / spec))
+            assert [file.path for file in source.files] == [tmp_path / "home/data/a.jsonl"]
+
+    def test_the_file_of_quarantine_holds_no_rows(self, tmp_path, data, resolve, said):
+        write_jsonl(tmp_path / "home/rows.jsonl", ROWS[:2])
+        out = tmp_path / "home/out.jsonl"
+        out.write_text('{"hash": "0123456789abcdef"}\n')
+        data.quarantine = str(out)
+        for spec in (str(tmp_path / "home"), f"{tmp_path}/**/*.jsonl"):
+            said.clear()
+            before = data_fingerprints(spec, tmp_path / "cache", quarantine=str(out))
+            (source,) = resolve(spec)
+            assert [file.path.name for file in source.files] == ["rows.jsonl"]
+            assert said[0].endswith(f", as the file of data.quarantine: {out}")
+            out.write_text(out.read_text() * 2)
+            assert data_fingerprints(spec, tmp_path / "cache", quarantine=str(out)) == before
+        with pytest.raises(DataError, match="lines are no rows"):
+            resolve([str(tmp_path / "home/rows.jsonl"), str(out)])
 
     def test_named_sets(self):
         assert named_sets({"math": "a", "chat": ["b"]}) == {"math": "a", "chat": ["b"]}
