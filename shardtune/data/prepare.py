@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from shardtune.config import Recipe
 from shardtune.data.cache.by_file import RowsByFile, TrainingRows, open_by_file
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
+from shardtune.data.cache_directory import cache_root, file_digest, known_digest
 from shardtune.data.encoder import Encoder, frames_of
 from shardtune.data.loader.protocol import Column
 from shardtune.data.quarantine import without_quarantined
 from shardtune.data.sources.hub import Purpose
 from shardtune.data.sources.resolve import Source, named_sets, resolve_sources
+from shardtune.data.sources.same_files import notes_on_same_files
 from shardtune.errors import ConfigError, DataError
 
 
@@ -98,11 +101,14 @@ def prepare_data(
         report: receives one line per source and file.
     """
     data = recipe.data
+    found: dict[Purpose, list[Source]] = {"train": [], "eval": []}
 
     def sources_of(spec: object, purpose: Purpose, encoder: Encoder) -> list[Source]:
-        return resolve_sources(
+        sources = resolve_sources(
             spec, data, purpose=purpose, name_format=encoder.title, frames=frames_of(encoder), report=report
         )
+        found[purpose] += sources
+        return sources
 
     def build(spec: object, purpose: Purpose, with_prompts: bool) -> TokenDataset:
         encoder = make_encoder(with_prompts)
@@ -145,6 +151,9 @@ def prepare_data(
         evals[name] = build(spec, "eval", recipe.eval.generate)
     for name, rows in evals.items():
         _require_rows(rows, f"data.eval_data_paths{': ' + name if name else ''}", eval_spec)
+    digest = partial(known_digest if by_file else file_digest, root=cache_root(data.cache_dir))
+    for note in notes_on_same_files(found["train"], found["eval"], digest):
+        report(f"data: {note}")
     return PreparedData(make_encoder(recipe.eval.generate), train, evals)
 
 
