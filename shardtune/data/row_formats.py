@@ -10,7 +10,7 @@ from typing import Any
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.messages import REASONING_KEYS, excerpt, loss_weight_of, numbered, parsed, read_turns, role_of
 from shardtune.data.row_shapes import advice
-from shardtune.data.token_rows import Tokens, read_tokens
+from shardtune.data.token_rows import TOKEN_COLUMNS, Tokens, read_tokens
 
 ARGUMENTS = "chat_template_kwargs"
 """The column of a row's own values for the chat template."""
@@ -55,12 +55,21 @@ Example = Chat | Completion | Text | Tokens
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """One supported format: the keys a row of it must have, and how to read it."""
+    """One supported format.
+
+    Attributes:
+        name: for `format:` of a recipe.
+        title: in the log.
+        keys: a row of it must have.
+        read: a row.
+        reads: further keys that `read` looks at; where prompt and completion are text, only `keys`.
+    """
 
     name: str
     title: str
     keys: tuple[str, ...]
     read: Callable[[Row], Example]
+    reads: tuple[str, ...] = ()
 
 
 def present(row: Row) -> Row:
@@ -101,6 +110,18 @@ def read_example(row: Row, name: str | None = None) -> Example:
     if media:
         raise RowError(f"the row has {media[0]}, but this model takes text only")
     return known.read(row)
+
+
+def unread_keys(row: Row, name: str | None = None) -> list[str]:
+    """The keys of a row that its format does not look at.
+
+    Args:
+        name: the format, if the recipe names it; otherwise it is recognised.
+    """
+    known = recognise(row) if name is None else FORMATS_BY_NAME[name]
+    is_text = known.name == "prompt_completion" and isinstance(row.get("prompt"), str)
+    read = {*known.keys, *MEDIA_KEYS, *(() if is_text else known.reads)}
+    return [str(key) for key in row if key not in read]
 
 
 def in_format(row: Row, name: str) -> Row:
@@ -211,13 +232,21 @@ def _refuse_arguments(row: Row) -> None:
         raise RowError(f"{ARGUMENTS} is for a chat template, which plain text has none of; give messages")
 
 
+_OF_CHATS = ("system", "tools", ARGUMENTS)
+_OF_ANSWERS = (*_OF_CHATS, *REASONING_KEYS[:2])
 FORMATS = (
-    RowFormat("tokens", "tokens", ("input_ids",), read_tokens),
-    RowFormat("messages", "chat messages", ("messages",), _read_messages),
-    RowFormat("sharegpt", "ShareGPT conversations", ("conversations",), _read_sharegpt),
-    RowFormat("instruction", "instruction/input/output", ("instruction", "output"), _read_alpaca),
-    RowFormat("prompt_completion", "prompt/completion", ("prompt", "completion"), _read_completion),
-    RowFormat("question_answer", "question/answer", ("question", "answer"), _read_question),
+    RowFormat("tokens", "tokens", ("input_ids",), read_tokens, TOKEN_COLUMNS),
+    RowFormat("messages", "chat messages", ("messages",), _read_messages, _OF_CHATS),
+    RowFormat("sharegpt", "ShareGPT conversations", ("conversations",), _read_sharegpt, _OF_CHATS),
+    RowFormat(
+        "instruction",
+        "instruction/input/output",
+        ("instruction", "output"),
+        _read_alpaca,
+        ("input", "history", *_OF_ANSWERS),
+    ),
+    RowFormat("prompt_completion", "prompt/completion", ("prompt", "completion"), _read_completion, _OF_CHATS),
+    RowFormat("question_answer", "question/answer", ("question", "answer"), _read_question, _OF_ANSWERS),
     RowFormat("text", "plain text", ("text",), _read_text),
 )
 FORMATS_BY_NAME = {known.name: known for known in FORMATS}
@@ -260,6 +289,11 @@ def _turns(value: object, key: str) -> list[Mapping[str, object]]:
 def _chat(turns: Sequence[Mapping[str, object]], row: Row) -> Chat:
     if row.get("loss_weight") is not None:
         raise RowError("loss_weight is a key of a message, not of a row: write it into the assistant's turns")
+    if isinstance(weight := row.get("weight"), (int, float)) and not isinstance(weight, bool):
+        raise RowError(
+            f"weight ({weight:g}) is a key of a message, not of a row: write it into the assistant's turns; a column "
+            "of another meaning needs another name (data.transform)"
+        )
     messages = list(read_turns(turns))
     weights = [numbered(number, turn, loss_weight_of) for number, turn in enumerate(turns, 1)]
     system = _text(row, "system")

@@ -14,6 +14,9 @@ from shardtune.data.messages import excerpt, parsed
 
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 """Columns with 1 for a token that is a target and 0 for any other."""
+_OF_DOCUMENTS = ("position_ids", "seq_lengths", "token_type_ids")
+TOKEN_COLUMNS = ("labels", *MASKS, "loss_weights", "attention_mask", *_OF_DOCUMENTS)
+"""The columns beside `input_ids` that are looked at."""
 _LARGEST = np.iinfo(np.int32).max
 
 

@@ -8,7 +8,17 @@ import pytest
 
 from shardtune.data.encoder import RowError
 from shardtune.data.messages import shown_question
-from shardtune.data.row_formats import Chat, Completion, Text, as_row, read_example, recognise, rename_columns
+from shardtune.data.row_formats import (
+    FORMATS,
+    Chat,
+    Completion,
+    Text,
+    as_row,
+    read_example,
+    recognise,
+    rename_columns,
+    unread_keys,
+)
 
 
 def user(text):
@@ -224,6 +234,8 @@ def test_faulty_chats(messages, message):
 
 ROW_FAULTS = [
     ({"messages": [user("a"), assistant("b")], "loss_weight": 0.5}, "loss_weight is a key of a message, not of a row"),
+    ({"messages": [user("a"), assistant("b")], "weight": 0}, r"weight \(0\) is a key of a message.*data.transform"),
+    ({"question": "Hi", "answer": "Hello", "weight": 0.5}, r"weight \(0.5\) is a key of a message, not of a row"),
     ({"question": "Hi", "answer": ""}, "message 2: the assistant's answer is empty"),
     ({"question": " ", "answer": "a"}, "the question is empty"),
     ({"question": "Hi", "answer": None}, "looks like question/answer, but has no answer"),
@@ -247,6 +259,46 @@ ROW_FAULTS = [
 def test_faulty_rows(row, message):
     with pytest.raises(RowError, match=message):
         read_example(row)
+
+
+def test_a_column_of_text_named_weight():
+    for value in ("heavy", None, float("nan"), True):
+        assert read_example({**ROWS["messages"], "weight": value}) == read_example(ROWS["messages"])
+
+
+class Seen(dict):
+    """A row that notes which of its keys are looked at."""
+
+    def __init__(self, row):
+        super().__init__(row)
+        self.keys_read = set()
+
+    def get(self, key, default=None):
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.name)
+def test_the_keys_that_a_format_declares_are_those_it_reads(known):
+    messages = {"prompt": [user("Hi")], "completion": [assistant("Hello")]}
+    given = {**ROWS["messages"], **ROWS["sharegpt"], **messages, "input_ids": [1, 2], "text": "a", "thinking": "b"}
+    row = Seen({key: given.get(key, "Hi") for key in known.keys} | {"reasoning_content": "c", "thinking": "c"})
+    known.read(row)
+    refused = {"loss_weight", "weight", *(("chat_template_kwargs",) if known.name == "text" else ())}
+    assert row.keys_read - refused == {*known.keys, *known.reads}
+
+
+def test_keys_that_are_not_read():
+    more = {"context": "c", "history": [], "system": "s", "image": None}
+    assert unread_keys({"question": "a", "answer": "b", **more}) == ["context", "history"]
+    assert unread_keys({"instruction": "a", "output": "b", **more}) == ["context"]
+    assert unread_keys({"prompt": "a", "completion": "b", **more}) == ["context", "history", "system"]
+    assert unread_keys({"prompt": [], "completion": [], **more}) == ["context", "history"]
+    assert unread_keys({"text": "a", "question": "b", "answer": "c"}, "text") == ["question", "answer"]
 
 
 def test_unknown_format_lists_keys_and_formats():

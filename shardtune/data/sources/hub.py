@@ -26,7 +26,6 @@ _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")  # how the Hub names
 _SPLIT = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|eval|test)(?=[._-]|$)", re.IGNORECASE)
 
 
-_SHOWN = 3
 _SAVE_AGAIN = "copy it completely, or save it again with save_to_disk"
 
 
@@ -231,10 +230,10 @@ def choose_files(files: list[Path], folder: Path, selection: Selection, report: 
     return chosen
 
 
-def some_of(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str], most: int = 3) -> str:
     """The first of some names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _of_split(files: list[Path], folder: Path, selection: Selection) -> tuple[str, list[Path]]:

@@ -34,7 +34,7 @@ from shardtune.data.robot.recordings import (
 from shardtune.data.robot.representation import Representation
 from shardtune.data.robot.tables import read_frames
 from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
-from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns
+from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns, unread_keys
 from shardtune.data.sources import hub
 from shardtune.data.sources.fingerprint import fingerprints, outline
 from shardtune.data.sources.found_files import files_below, fixed_part, matching, same_file
@@ -49,6 +49,7 @@ ROBOT_KINDS = (LEROBOT, *RECORDINGS)
 """The kinds of robot data that are no tables."""
 ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
 _SNIFFED_ROWS = 20
+_SHOWN_KEYS = 5
 _FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
 _ARRAYS = (".npz", ".npy", ".tfrecord")
 _CONVERT = (
@@ -195,13 +196,15 @@ def resolve_sources(
         _check_kind(source)
         if frames is not None and frames.representation is not None:
             source = replace(source, representation=frames.representation.named(action_names(source)))
-        title = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
+        title, row = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
         sources.append(replace(source, title=title))
-        report(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label})")
-        unread = unread_images(files[0].path, source.columns) if files[0].kind == LEROBOT else []
-        if unread:
+        keys = unread_keys(row, source.format) if name_format is None and frames is None else []
+        unread = f"; not read: {hub.some_of(keys, _SHOWN_KEYS)}" if keys else ""
+        report(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label}){unread}")
+        images = unread_images(files[0].path, source.columns) if files[0].kind == LEROBOT else []
+        if images:
             report(
-                f"data: {name}: not read are {', '.join(unread)} (maps of depth, or data.columns names other cameras)"
+                f"data: {name}: not read are {', '.join(images)} (maps of depth, or data.columns names other cameras)"
             )
         if files[0].kind in RECORDINGS:
             report(f"data: {name}: {recording_roles(files[0].kind, files[0].path, files[0].part, source.columns)}")
@@ -629,8 +632,8 @@ def prepare_row(row: Row, source: Source) -> Row | None:
     return source.representation.converted(row)
 
 
-def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: str) -> str:
-    """The format of the first row, or with `on_bad_row: skip` of the first that can be used."""
+def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: str) -> tuple[str, Row]:
+    """The first row, or with `on_bad_row: skip` the first that can be used, after its format."""
     first: DataError | None = None
     for file in source.files:
         seen = 0
@@ -641,7 +644,8 @@ def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: s
                     raise row
                 prepared = prepare_row(row, source)
                 if prepared is not None:
-                    return title(prepared if source.format is None else in_format(prepared, source.format))
+                    named = prepared if source.format is None else in_format(prepared, source.format)
+                    return title(named), prepared
             except Exception as error:
                 first = first or bad_row(file.label, number, caused_by(error, row).reason)
                 if on_bad_row == "fail":

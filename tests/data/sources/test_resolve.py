@@ -130,6 +130,16 @@ class TestFiles:
 
 
 class TestNaming:
+    def test_keys_that_are_not_read_are_named(self, tmp_path, resolve, said):
+        path = write_jsonl(tmp_path / "a.jsonl", [{"context": "c", **ROWS[0], "id": 1}])
+        resolve(path)
+        assert said[-1] == f"data: a: question/answer, 1 file ({path}); not read: context, id"
+        resolve(path, name_format=lambda row: "mine")
+        assert said[-1] == f"data: a: mine, 1 file ({path})"
+        write_jsonl(path, [{"text": "a", **{f"k{number}": 1 for number in range(7)}}])
+        resolve(path)
+        assert said[-1].endswith("; not read: k0, k1, k2, k3, k4 and 2 more")
+
     def test_lists_entries_and_unique_names(self, tmp_path, resolve):
         write_jsonl(tmp_path / "a" / "train.jsonl")
         write_jsonl(tmp_path / "b" / "train.jsonl")
