@@ -16,16 +16,18 @@ from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import RowError, caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
-from shardtune.data.images.rows import image_parts
+from shardtune.data.images.rows import image_parts, with_places
 from shardtune.data.row_formats import ARGUMENTS, read_arguments
+from shardtune.data.row_prompts import PROMPT_KEYS, read_row_prompt
 from shardtune.errors import CONTROL, DataError, printable
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.run import Run, answering
 
 Message: TypeAlias = dict[str, object]
-CALLS = ("tool_calls", "function_call")
-PROMPT_KEYS = ("messages", "prompt", "question", "instruction")
 ROWS = f"give JSON lines whose rows have one of {', '.join(PROMPT_KEYS)}: text, or messages with role and content"
+MEDIA = ("images", "image", "tools", ARGUMENTS)
+WRITTEN = ("row", "prompt", "answer")
+"""Keys of each line of answers; a row's own keys of these names are written with `given_` before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,58 +39,76 @@ class Question:
         images: of its column `images` or `image`.
         tools: of its column `tools`.
         template_kwargs: of its column `chat_template_kwargs`.
+        reference: the row's own answer, a text or turns; None without.
+        raw: the prompt is a text that is continued without the chat template.
+        kept: its number in the file, and what it has besides.
     """
 
     prompt: str | list[Message]
     images: Sequence[object]
     tools: object = None
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    reference: str | list[Message] | None = None
+    raw: bool = False
+    kept: Mapping[str, object] = field(default_factory=dict)
 
 
 def read_prompts(file: Path) -> list[Question]:
-    """The prompts of a JSONL file: the first of `messages`, `prompt`, `question`, `instruction` that a row has."""
+    """The prompts of a JSONL file, each as training shows it before the row's answer."""
     if not file.is_file():
         raise DataError(f"{file} is not a file", where="--file", remedy=ROWS)
     questions: list[Question] = []
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                questions.append(_question(line, f"{file}:{number}"))
+                questions.append(_question(line, file, number))
     if not questions:
         raise DataError(f"{file} has no rows", where="--file", remedy=ROWS)
     return questions
 
 
-def _question(line: bytes, where: str) -> Question:
+def _question(line: bytes, file: Path, number: int) -> Question:
+    where = f"{file}:{number}"
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"this is not JSON: {error}", where=where, remedy=ROWS) from error
-    key = next((key for key in PROMPT_KEYS if isinstance(row, dict) and key in row), None)
-    if key is None:
-        raise DataError("the row has no prompt", where=where, remedy=ROWS)
-    prompt, images = row[key], row.get("images") or row.get("image") or []
-    images = images if isinstance(images, list) else [images]
     try:
+        found = read_row_prompt(row if isinstance(row, dict) else {})
+        images = row.get("images") or row.get("image") or []
+        images = images if isinstance(images, list) else [images]
+        prompt = found.prompt
+        if found.answer is not None and not isinstance(prompt, str):  # a row of training
+            prompt = with_places(prompt, images)
         given = read_arguments(row.get(ARGUMENTS))
     except RowError as error:
         raise DataError(error.reason, where=where, remedy=ROWS) from error
-    if isinstance(prompt, str):
-        return Question(prompt, images, row.get("tools"), given)
-    turns = prompt if isinstance(prompt, list) else []
-    good = [turn for turn in turns if isinstance(turn, dict) and isinstance(turn.get("role"), str)]
-    said = [turn for turn in good if isinstance(turn.get("content"), (str, list)) or any(map(turn.get, CALLS))]
-    if not turns or len(said) < len(turns):
-        raise DataError(
-            f"the prompt is {json.dumps(prompt)[:80]}, neither text nor a list of messages", where=where, remedy=ROWS
-        )
-    return Question(turns, images, row.get("tools"), given)
+    others = {key: value for key, value in row.items() if key not in (*found.keys, *MEDIA)}
+    kept = {f"given_{key}" if key in WRITTEN else key: value for key, value in others.items()}
+    return Question(prompt, images, row.get("tools"), given, found.answer, found.plain, {"row": number, **kept})
+
+
+def notes_on(questions: Sequence[Question]) -> list[str]:
+    """What is done with rows that hold their answer, and with those whose prompt is continued as it is."""
+    answered = sum(question.reference is not None for question in questions)
+    raw = sum(question.raw for question in questions)
+    notes = []
+    if answered:
+        its = "row has its answer" if answered == 1 else "rows have their answer"
+        notes.append(f'{answered:,} {its}: it is left out of the prompt and written as "reference"')
+    if raw:
+        its = "row has prompt and completion" if raw == 1 else "rows have prompt and completion"
+        notes.append(f"{raw:,} {its} as text: the prompt is continued without the chat template, as in training")
+    return notes
 
 
 def answer_line(question: Question, answer: str) -> str:
     """A question with its answer as a line of JSON, in which characters that control a terminal are escaped."""
     given = {"images": question.images, "tools": question.tools, ARGUMENTS: question.template_kwargs}
-    row = {"prompt": question.prompt, **{key: value for key, value in given.items() if value}, "answer": answer}
+    given = {key: value for key, value in given.items() if value}
+    if question.reference is not None:
+        given["reference"] = question.reference
+    row = {**question.kept, "prompt": question.prompt, **given, "answer": answer}
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False))
 
 

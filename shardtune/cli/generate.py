@@ -32,8 +32,9 @@ def generate(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="A JSONL file with rows {prompt}, {question} or {messages}, with images, tools and "
-            "chat_template_kwargs; answered in order. Relative paths of images start at the file."
+            help="A JSONL file of rows as for training, with or without their answers: messages, conversations, "
+            "question, instruction or prompt, with images, tools and chat_template_kwargs; answered in order, a line "
+            "of JSON for each. Relative paths of images start at the file."
         ),
     ] = None,
     image: Annotated[
@@ -58,7 +59,9 @@ def generate(
 ) -> None:
     """Answer prompts with a run's model or any other: plain text for prompts, JSON lines for --file.
 
-    Decoding is greedy unless --temperature is given. Paths that are typed start at the working directory.
+    Decoding is greedy unless --temperature is given. A row of --file is asked as training shows it: system, history and
+    question, without the assistant's turns at its end. Its line has row (the line of the file), the row's other keys,
+    prompt, reference (its own answer, if any) and answer. Paths that are typed start at the working directory.
 
     **Examples**
 
@@ -85,19 +88,21 @@ def generate(
             remedy="name images in the rows of the file: images: [a.jpg], relative to it",
         )
     with importing():
-        from shardtune.cli.chat import Question, answer_line, read_prompts
+        from shardtune.cli.chat import Question, answer_line, notes_on, read_prompts
         from shardtune.evaluate.generate import Sampling
         from shardtune.run.plain_model import load_run_or_model
 
     given = _template_kwargs(template_kwargs)
     questions = read_prompts(file) if file else [Question(text, image or []) for text in prompts]
+    for note in notes_on(questions):
+        typer.echo(f"generate: {note}", err=True)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answers = load_run_or_model(target, trust=trust or ()).generate(
         [question.prompt for question in questions],
         checkpoint=checkpoint,
         system=system,
         sampling=sampling,
-        raw=raw,
+        raw=[raw or question.raw for question in questions],
         images=[question.images for question in questions],
         tools=[question.tools for question in questions],
         folder=file.parent if file else None,

@@ -301,7 +301,7 @@ def _chat(turns: Sequence[Mapping[str, object]], row: Row) -> Chat:
         messages.insert(0, {"role": "system", "content": system})
         weights.insert(0, None)
     _require_answers(messages, weights)
-    _name_calls(messages)
+    name_calls(messages)
     return Chat(tuple(messages), tuple(weights), read_tools(row.get("tools")), read_arguments(row.get(ARGUMENTS)))
 
 
@@ -316,7 +316,7 @@ def _require_answers(messages: list[dict[str, Any]], weights: list[float | None]
             raise RowError(f"message {index + 1}: the assistant's answer is empty")
 
 
-def _name_calls(messages: list[dict[str, Any]]) -> None:
+def name_calls(messages: Sequence[dict[str, Any]]) -> None:
     """Adds matching ids to calls and their results where the row has none; some templates require them."""
     waiting: list[str] = []
     count = 0

@@ -16,6 +16,7 @@ from shardtune.config import Recipe
 from shardtune.config.own_code import require_consent
 from shardtune.config.paths import user_path
 from shardtune.config.user_code import import_plugins
+from shardtune.data.messages import ROLES
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.choose_worker import Objects, make_worker, worker_class
@@ -141,7 +142,7 @@ class Run:
         temperature: float | None = None,
         top_p: float | None = None,
         seed: int | None = None,
-        raw: bool = False,
+        raw: bool | Sequence[bool] = False,
         images: Sequence[object] = (),
         tools: Sequence[object] = (),
         folder: str | Path | None = None,
@@ -152,13 +153,13 @@ class Run:
         Args:
             prompts: one text, or several texts or conversations. Turns may hold parts with images.
             checkpoint: final, latest, best, a step, or a path.
-            system: a system turn before each prompt.
+            system: a system turn before each prompt that has none.
             sampling: how tokens are sampled; greedy by default. Or one by one:
             max_new_tokens: of an answer, its end-of-turn token included; 256 by default.
             temperature: 0 is greedy, the default.
             top_p: tokens are sampled from the smallest set with this probability; 1 by default.
             seed: of the sampling; 0 by default.
-            raw: continue the prompts as plain text, without the chat template.
+            raw: continue the prompts as plain text, without the chat template; or whether to, for each prompt.
             images: the images of a single text; for several prompts a list for each. An image is given as in a row: a
                 path, a URL, bytes, a Pillow image or a uint8 array [height, width, 3]. It replaces `<image>` in the
                 prompt; without one it goes before the text.
@@ -166,16 +167,16 @@ class Run:
             folder: what relative image paths are relative to; by default the working directory.
             template_kwargs: values for the chat template, such as `{"enable_thinking": False}`, which take precedence
                 over those of the run; or a list of them, one for each prompt.
+
+        Raises:
+            ConfigError: a prompt is neither text nor a list of turns, or the arguments do not fit together.
         """
         settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         sampling = _sampling(sampling, {name: value for name, value in settings.items() if value is not None})
-        prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
-        if raw and (system is not None or any(tools) or not all(isinstance(prompt, str) for prompt in prompt_list)):
-            raise ConfigError(
-                "raw text is continued as it is and has no turns",
-                where="--raw",
-                remedy="leave out --system, tools and messages, or --raw",
-            )
+        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        for number, prompt in enumerate(prompt_list, 1):
+            _check_prompt(prompt, number)
+        raws = list(raw) if isinstance(raw, Sequence) else [bool(raw)] * len(prompt_list)
         tool_lists = [tools] if isinstance(prompts, str) else list(tools) or [None] * len(prompt_list)
         _check_lists(tool_lists, prompt_list, "tools")
         image_lists = (
@@ -184,22 +185,26 @@ class Run:
         _check_lists(image_lists, prompt_list, "images")
         given = [template_kwargs] * len(prompt_list) if isinstance(template_kwargs, Mapping) else list(template_kwargs)
         given = given or [None] * len(prompt_list)
-        if len(given) != len(prompt_list) or (raw and any(given)):
-            raise ConfigError(
-                "raw text is continued as it is, without a chat template"
-                if raw
-                else f"{len(prompt_list)} prompts and {len(given)} mappings of values for the chat template",
-                where="template_kwargs=",
-                remedy="leave it out" if raw else "give one mapping for all prompts, or one for each",
-            )
+        for name, values in (("template_kwargs", given), ("raw", raws)):
+            if len(values) != len(prompt_list):
+                raise ConfigError(
+                    f"{len(prompt_list)} prompts, and {name} is given for {len(values)}",
+                    where=f"{name}=",
+                    remedy="give one for all prompts, or one for each",
+                )
+        for number, (prompt, is_raw) in enumerate(zip(prompt_list, raws, strict=True)):
+            if is_raw:
+                _check_raw(prompt, number + 1, system, tool_lists[number], given[number])
         worker = answering(self, checkpoint)
         encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
         builder = PromptBuilder(encoder, str(self.dir))
         encoded = [
             builder.text(str(prompt), images)
-            if raw
+            if is_raw
             else builder.turns(_conversation(prompt, system), images, tools, values)
-            for prompt, images, tools, values in zip(prompt_list, image_lists, tool_lists, given, strict=True)
+            for prompt, images, tools, values, is_raw in zip(
+                prompt_list, image_lists, tool_lists, given, raws, strict=True
+            )
         ]
         return worker.generator().answers(encoded, sampling)
 
@@ -391,6 +396,36 @@ def _sampling(given: Sampling | None, settings: Mapping[str, float]) -> Sampling
     return replace(given or Sampling(), **settings)
 
 
+def _check_prompt(prompt: object, number: int) -> None:
+    """Refuse what is neither the text of a user turn nor a list of turns, such as a row."""
+    if isinstance(prompt, str):
+        return
+    if isinstance(prompt, Sequence) and all(isinstance(turn, Mapping) for turn in prompt):
+        return
+    keys = f" (its keys: {', '.join(map(str, prompt))})" if isinstance(prompt, Mapping) else ""
+    shown = f"a {type(prompt).__name__}{keys}"
+    raise ConfigError(
+        f"the prompt is {shown}, neither text nor a list of turns",
+        where=f"prompt {number:,}",
+        remedy='give texts, or conversations: generate(["Hi", [{"role": "user", "content": "Hi"}]]); rows of a file '
+        "are for shardtune generate --file",
+    )
+
+
+def _check_raw(prompt: object, number: int, system: str | None, tools: object, template_kwargs: object) -> None:
+    """Refuse to continue, without the chat template, what needs one."""
+    given = {"--system": system, "tools": tools, "values for the chat template": template_kwargs}
+    given["messages"] = None if isinstance(prompt, str) else prompt
+    named = [name for name, value in given.items() if value]
+    if named:
+        raise ConfigError(
+            f"raw text is continued as it is, without the chat template, and has no {', no '.join(named)}",
+            where=f"prompt {number:,}",
+            remedy=f"leave out {' and '.join(named)}, or --raw; a row with prompt and completion as text is continued "
+            "so too: leave out its completion, and its prompt is a user turn",
+        )
+
+
 def _check_lists(lists: Sequence[object], prompts: Sequence[object], what: str) -> None:
     """Refuse another number of lists, of tools or images, than of prompts."""
     if len(lists) != len(prompts):
@@ -403,7 +438,8 @@ def _check_lists(lists: Sequence[object], prompts: Sequence[object], what: str) 
 
 def _conversation(prompt: str | Sequence[Mapping[str, object]], system: str | None) -> list[Mapping[str, object]]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return [*messages] if system is None else [{"role": "system", "content": system}, *messages]
+    has_one = any(ROLES.get(str(turn.get("role", turn.get("from")))) == "system" for turn in messages)
+    return [*messages] if system is None or has_one else [{"role": "system", "content": system}, *messages]
 
 
 def _images(given: object) -> Sequence[object]:

@@ -22,7 +22,7 @@ from shardtune.data.chat.rendering import ChatTemplate, Rendering
 from shardtune.data.chat.template import missing_template, refuse_without_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
 from shardtune.data.messages import read_turns, shown_question
-from shardtune.data.row_formats import Chat, Completion, Text, read_example
+from shardtune.data.row_formats import Chat, Completion, Text, name_calls, read_example
 from shardtune.data.token_rows import Tokens
 from shardtune.errors import DataError
 
@@ -141,6 +141,7 @@ class ChatEncoder:
         if self.template is None:
             raise missing_template("data.chat_template")
         chat = self.prepared(turns)
+        name_calls(chat.messages)
         return self.template.render(chat.messages, tools, prompt=True, arguments=chat.arguments)
 
     def text_prompt(self, text: str) -> Prompt:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from shardtune.data.encoder import Row, RowError
-from shardtune.data.messages import REASONING_KEYS, TEXT_PARTS, read_turns, split_reasoning, text_of_part
+from shardtune.data.messages import REASONING_KEYS, TEXT_PARTS, read_turns, role_of, split_reasoning, text_of_part
 from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Example, Text, read_example, recognise
 from shardtune.data.token_rows import Tokens
 
@@ -73,6 +74,24 @@ def mark_images(messages: Sequence[Mapping[str, object]], images: Sequence[objec
         return _before_turn(chat, last_user, len(images)), list(images)
     taken.check()
     return chat, taken.images
+
+
+def with_places(turns: Sequence[Mapping[str, object]], images: Sequence[object]) -> list[dict[str, Any]]:
+    """The turns of a row with a place for each image: where they have none, before the first user turn, as in training.
+
+    Args:
+        turns: with `<image>` or parts in the places of images, or without.
+        images: that the row lists.
+    """
+    placed, taken = [dict(turn) for turn in turns], _Taken(images)
+    for turn in placed:
+        taken.turn(turn)
+    user = next((turn for turn in placed if role_of(turn) == "user"), None)
+    if not images or not taken.has_none or user is None:
+        return placed
+    key, tags = "content" if user.get("content") is not None else "value", IMAGE_TAG * len(images)
+    user[key] = f"{tags}{user[key]}" if isinstance(user[key], str) else [{"type": "text", "text": tags}, *user[key]]
+    return placed
 
 
 def image_parts(text: str, images: Sequence[object]) -> list[dict[str, object]]:

@@ -1,0 +1,77 @@
+"""`generate --file`: how rows are read, and what is written of each; what `Run.generate` takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardtune.cli.chat import answer_line, notes_on, read_prompts
+from shardtune.errors import ConfigError, DataError
+from shardtune.run.run import Run, _conversation
+from tests.support.workspace import write_rows
+
+ASKED, ANSWERED = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+
+
+def test_a_line_has_the_rows_own_keys_and_its_answer(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    write_rows(file, [
+        {"id": 7, "messages": [ASKED, ANSWERED]},
+        {"instruction": "Add", "input": "5 and 6.", "output": "11", "level": {"a": 1}},
+        {"prompt": "Q", "answer": "gold", "row": 3, "tools": [{"name": "f"}], "images": ["a.png"]},
+        {"prompt": "Q", "completion": "A"},
+    ])  # fmt: skip
+    questions = read_prompts(file)
+    assert [json.loads(answer_line(question, "M")) for question in questions] == [
+        {"row": 1, "id": 7, "prompt": [ASKED], "reference": "A", "answer": "M"},
+        {"row": 2, "level": {"a": 1}, "prompt": "Add\n\n5 and 6.", "reference": "11", "answer": "M"},
+        {"row": 3, "given_answer": "gold", "given_row": 3, "prompt": "Q", "images": ["a.png"], "tools": [{"name": "f"}],
+         "answer": "M"},
+        {"row": 4, "prompt": "Q", "reference": "A", "answer": "M"},
+    ]  # fmt: skip
+    assert [question.raw for question in questions] == [False, False, False, True]
+    assert notes_on(questions) == [
+        '3 rows have their answer: it is left out of the prompt and written as "reference"',
+        "1 row has prompt and completion as text: the prompt is continued without the chat template, as in training",
+    ]
+
+
+def test_listed_images_without_places_go_where_training_has_them(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    row = {"messages": [ASKED, ANSWERED, ASKED, ANSWERED], "image": "a.png"}
+    write_rows(file, [row, {**row, "messages": row["messages"][:3]}])
+    answered, open_ended = read_prompts(file)
+    assert answered.prompt == [{**ASKED, "content": "<image>Q"}, ANSWERED, ASKED]
+    assert open_ended.prompt == [ASKED, ANSWERED, ASKED]
+
+
+def test_a_row_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    write_rows(file, [{"prompt": "Q"}, {"messages": [ANSWERED]}])
+    with pytest.raises(DataError, match="nothing to answer") as told:
+        read_prompts(file)
+    assert told.value.where == f"{file}:2"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "says"),
+    [
+        ([{"question": "Q"}], {}, r"prompt is a dict \(its keys: question\), neither text nor a list of turns"),
+        ({"question": "Q"}, {}, "prompt is a dict"),
+        (["Q", ["Q"]], {}, "prompt is a list, neither"),
+        (["Q"], {"raw": [True, False]}, "1 prompts, and raw is given for 2"),
+        (["Q", "Q"], {"raw": [False, True], "system": "S"}, "and has no --system"),
+    ],
+)
+def test_python_refuses_what_is_no_prompt(prompts: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Run(Path("none")).generate(prompts, **options)
+
+
+def test_a_rows_own_system_turn_takes_precedence() -> None:
+    own = [{"role": "developer", "content": "S"}, ASKED]
+    assert _conversation(own, "T") == own
+    assert _conversation("Q", "T") == [{"role": "system", "content": "T"}, ASKED]
