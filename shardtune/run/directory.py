@@ -40,6 +40,7 @@ from shardtune.run.identity import (
     replaced_records,
     require_identity,
 )
+from shardtune.run.own_paths import check_name, check_new, check_overwritten
 from shardtune.run.resume_check import LARGER, check_changes, has_grown
 from shardtune.training.loggers import METRICS_FILE
 
@@ -93,13 +94,19 @@ def plan_run(recipe: Recipe, *, sizes: bool = True) -> RunPlan:
         CheckpointError, ConfigError: the directory cannot be used.
     """
     run_dir = run_directory(recipe)
+    check_name(run_dir, Path(recipe.runner.logger.log_path))
     check_writable(run_dir, "runner.logger.log_path")
     _check_names(run_dir)
     runner = recipe.runner
     if _begun_before(run_dir):  # the existing run belongs to this launch: it is continued, not moved aside
         return _continue(run_dir, recipe, read_manifest(run_dir).get("resumed_from"), sizes)
+    is_old = holds_run(run_dir) or holds_results(run_dir)
+    if not is_old:
+        check_new(recipe, run_dir)
     if runner.overwrite:
-        return RunPlan(run_dir, move_aside=holds_run(run_dir) or holds_results(run_dir))
+        if is_old:
+            check_overwritten(recipe, run_dir)
+        return RunPlan(run_dir, move_aside=is_old)
     require_identity(run_dir)
     requested = None if runner.resume_dir in (None, "auto") else open_checkpoint(str(runner.resume_dir), sizes=sizes)
     if not holds_run(run_dir):
@@ -283,7 +290,7 @@ class RunLock:
             return seconds > LOCK_WAIT_SECONDS and self._lock.holder_alive
 
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.resolve().mkdir(parents=True, exist_ok=True)  # also where a link leads to nothing yet
             acquired = self._lock.acquire(gives_up)
         except OSError as error:
             raise unwritable(self._path.parent, error) from error
@@ -327,22 +334,32 @@ def tidy(run_dir: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], lock: RunLock) -> RunLock:
+def begin_run(
+    plan: RunPlan,
+    recipe: Recipe,
+    manifest: Mapping[str, object],
+    lock: RunLock,
+    moved: Callable[[Path], None] = lambda aside: None,
+) -> RunLock:
     """Create the run directory with its resolved recipe and manifest; an older run is moved aside first.
+
+    Where the run directory is a link, the directory that it leads to is moved aside, and the link stays.
 
     Args:
         plan: of the run.
         recipe: the current one.
         manifest: facts about the run (versions, data, dtypes).
         lock: of the directory, acquired if it held a run before.
+        moved: receives the new path of the older run.
 
     Returns:
         The lock on the run directory.
     """
     if plan.move_aside:
-        aside = plan.run_dir.with_name(f"{plan.run_dir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        old = plan.run_dir.resolve() if plan.run_dir.is_symlink() else plan.run_dir
+        aside = old.with_name(f"{old.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
         try:
-            plan.run_dir.rename(aside)
+            old.rename(aside)
         except OSError as error:
             raise ConfigError(
                 f"{plan.run_dir} cannot be moved aside: {error.strerror}",
@@ -350,6 +367,7 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], loc
                 remedy="give write permission to the directory around it, or choose another experiment_name",
             ) from error
         lock.release()
+        moved(aside)
     if not lock.held:
         lock = RunLock(plan.run_dir)
         lock.acquire()

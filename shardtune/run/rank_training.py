@@ -176,7 +176,7 @@ class RankTraining:
         recipe, plan, worker = self._recipe, self._plan, self._worker
         known = known_models(plan.run_dir if plan.resume_from else None, self._in_memory)
         manifest = {**_manifest(recipe, self._objects, worker), "inputs": self._inputs, KNOWN: known}
-        self.lock = begin_run(plan, recipe, manifest, self.lock)
+        self.lock = begin_run(plan, recipe, manifest, self.lock, self._report_moved)
         report_begun()
         for name in {NORMALIZER_FILE, TASK_FILE} & worker.saved_files.keys():  # for checkpoints; final/ has its own
             write_json(plan.run_dir / name, worker.saved_files[name])
@@ -189,6 +189,10 @@ class RankTraining:
         if isinstance(rows, RowsByFile):
             report = silent if self._display is None else self._display.report
             rows.follow(DroppedByFile(plan.run_dir, before, recipe.data.max_length, report))
+
+    def _report_moved(self, aside: Path) -> None:
+        if self._display is not None:
+            self._display.report(f"{shown_path(self._plan.run_dir)}: the old run is now {shown_path(aside)}")
 
     def _write_final(self, ended: str) -> FinalScore:
         """Write `final/`, and the records of it.

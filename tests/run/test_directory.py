@@ -152,6 +152,49 @@ def test_overwrite_moves_the_old_run_aside(tiny: Tiny) -> None:
     assert [line["step"] for line in lines(tiny.run("done"))] == [1, 2, 3, 4]
 
 
+def test_overwriting_a_link_keeps_it_and_says_where_the_old_run_is(tiny: Tiny, tmp_path: Path, capsys: Any) -> None:
+    tiny.run("done").rename(tmp_path / "disk")
+    tiny.run("done").symlink_to(tmp_path / "disk")
+    shardtune.train(tiny.recipe("done", runner__overwrite=True, runner__max_steps=1))
+    (aside,) = tmp_path.glob("disk.old-*")
+    assert (aside / "checkpoints/global_step_4").is_dir()
+    assert tiny.run("done").is_symlink()
+    assert (tmp_path / "disk/checkpoints/global_step_1").is_dir()
+    assert f"{tiny.run('done')}: the old run is now {aside}" in capsys.readouterr().err
+
+
+def test_overwriting_moves_nothing_that_the_recipe_reads(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tiny.run("done"))
+    for keys, says in (
+        ({"actor__model__model_path": str(tiny.run("done") / "final")}, "model_path lies in it.*final"),
+        ({"data__train_data_paths": [str(tmp_path / "link/samples/*.jsonl")]}, "train_data_paths lies in it.*samples"),
+        ({"data__eval_data_paths": {"all": {"path": str(tiny.run("done"))}}}, "eval_data_paths is that directory"),
+    ):
+        with pytest.raises(ConfigError, match=f"moved aside, and .*{says}(?s:.*)overwrite: true(?s:.*)experiment_name"):
+            plan_run(_loaded(tiny.recipe("done", runner__overwrite=True, **keys), files_must_exist=False))
+    assert tiny.run("done").is_dir()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_no_run_begins_among_its_own_data_or_in_its_model(tiny: Tiny, tmp_path: Path, overwrite: bool) -> None:
+    shutil.copytree(tiny.folder / "model", tmp_path / "runs/new")
+    file = write_rows(tmp_path / "runs/new/train.jsonl", rows(8))
+    for keys, says in (
+        ({"actor__model__model_path": str(tmp_path / "runs/new")}, "model_path is that directory"),
+        ({"data__train_data_paths": str(file)}, "train_data_paths lies in it.*train.jsonl"),
+    ):
+        before = tree(tmp_path)
+        with pytest.raises(ConfigError, match=f"holds no run, and .*{says}(?s:.*)another.*experiment_name"):
+            shardtune.train(tiny.recipe("new", runner__overwrite=overwrite, **keys))
+        assert tree(tmp_path) == before
+    assert plan_run(_loaded(tiny.recipe("new"))).resume_from is None
+
+
+def test_the_directory_of_all_runs_is_no_run(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"the directory of all runs(?s:.*)experiment_name: \.\n"):
+        plan_run(_loaded(tiny.recipe(".")))
+
+
 def test_null_refuses_a_directory_that_holds_a_run(tiny: Tiny) -> None:
     with pytest.raises(CheckpointError, match=r"already holds a run(?s:.*)experiment_name(?s:.*)overwrite=true"):
         shardtune.train(tiny.recipe("done", runner__resume_dir=None, **DONE))
@@ -203,10 +246,10 @@ def test_killed_before_its_first_checkpoint_it_begins_again_and_logs_each_step_o
     assert [line["step"] for line in lines(tiny.run("young"))] == [1, 2, 3, 4]
 
 
-def _loaded(recipe: dict) -> Any:
+def _loaded(recipe: dict, **options: Any) -> Any:
     from shardtune.config import load_recipe
 
-    return load_recipe(recipe)
+    return load_recipe(recipe, **options)
 
 
 def test_changed_rows_are_refused_by_file_also_from_a_checkpoint_without_its_run(tiny: Tiny, tmp_path: Path) -> None:
