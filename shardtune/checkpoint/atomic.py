@@ -117,10 +117,10 @@ def pointed_to(pointer: Path) -> Path | None:
 
 
 def publish(temporary: Path, target: Path, durable: Collection[str] = ()) -> None:
-    """Makes a finished folder durable and gives it its name; a folder of that name is replaced.
+    """Makes a finished folder durable and gives it its name; a folder or link of that name is replaced.
 
     Both lie in the same parent folder. The old one is moved aside first, to `.<name>.old-…`, and removed last: between
-    the two renames it has that name, and `recover` renames it back.
+    the two renames it has that name, and `recover` renames it back. What a link leads to stays as it is.
 
     Args:
         temporary: the finished folder.
@@ -129,7 +129,9 @@ def publish(temporary: Path, target: Path, durable: Collection[str] = ()) -> Non
     """
     sync_tree(temporary, durable)
     aside: Path | None = None
-    if target.exists():
+    if target.is_symlink():
+        target.unlink()
+    elif target.exists():
         aside = target.with_name(f".{target.name}.old-{uuid.uuid4().hex[:8]}")
         target.rename(aside)
     temporary.rename(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from shardtune.training.worker.exported_recipe import over_directory, with_found
 from shardtune.training.worker.reported import evaluation_method
 from shardtune.training.worker.run_context import RunContext, silent
 
+ANOTHER = "name a directory that does not exist yet"
 NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generate=false", "eval.metrics=[]", *(
     "eval.harness=[]", "eval.harness_options={}", "eval.environment=null",
     "runner.eval_before_training=false", "runner.eval_interval=-1", "runner.early_stop.enabled=false",
@@ -264,21 +266,20 @@ class Run:
         written in PEFT's format, unless it is merged.
 
         Args:
-            to: the directory, which must be empty or not exist yet.
+            to: the directory, which must be empty or not exist yet; of a link, what it leads to.
             checkpoint: final, latest, best, a step, or a path.
             dtype: auto (the base model's) | fp32 | bf16 | fp16.
             merge: add the adapter to the base model's weights, in full precision, and write the whole model.
             check: whether to compare.
             report: receives the result of the comparison.
 
+        Returns:
+            The directory that is written.
+
         Raises:
             CheckpointError: the directory is not empty, or the written model differs from the trained one.
         """
-        target = user_path(to, "--to").absolute()
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            what = "is not empty" if target.is_dir() else "is a file"
-            raise CheckpointError(f"{target} {what}", where="--to", remedy="name a directory that does not exist yet")
-        check_writable(target, "--to")
+        target, title = _export_target(user_path(to, "--to").absolute())
         config = self.recipe.actor.model
         if merge and not config.is_lora:
             raise ConfigError(
@@ -295,7 +296,7 @@ class Run:
                 worker.weights.restore_model()
                 checked = check_reload(worker.inner_model, temporary)
                 report(f"{target}: {checked}")
-            self._write_card(temporary, target.name, checkpoint, worker.step, merge=merge, checked=checked)
+            self._write_card(temporary, title, checkpoint, worker.step, merge=merge, checked=checked)
             complete_checksums(temporary, {})
             if target.exists():
                 target.rmdir()
@@ -326,6 +327,30 @@ class Run:
         record, at = RunRecord.read(self.dir, read_manifest(self.dir)), None if checkpoint == FINAL else step
         card = make_card(record, directory, title=name, merged=merge, step=at, checked=checked)
         (directory / CARD).write_text(card, encoding="utf-8")
+
+
+def _export_target(named: Path) -> tuple[Path, str]:
+    """Where an export to a directory is written, through links, and its title.
+
+    Raises:
+        CheckpointError: it is not empty, or cannot be put in place there.
+    """
+    try:
+        target = named.resolve() if named.is_symlink() else named
+    except (OSError, RuntimeError) as error:  # a link that leads to itself
+        raise CheckpointError(f"{named} is a link that leads nowhere", where="--to", remedy=ANOTHER) from error
+    what = ""
+    if target.exists() and not target.is_dir():
+        what = "is a file"
+    elif target.exists() and any(target.iterdir()):
+        what = "is not empty"
+    elif os.path.ismount(target):  # an export is written beside its place, then renamed
+        what = "is where a disk is mounted, and an export takes the place of a directory"
+    if what:
+        place = str(target) if target == named else f"{target}, which {named} leads to,"
+        raise CheckpointError(f"{place} {what}", where="--to", remedy=ANOTHER)
+    check_writable(target.parent if target.exists() else target, "--to")
+    return target, named.name
 
 
 def load_run(directory: str | Path, *, trust: Sequence[str] = ()) -> Run:
