@@ -83,7 +83,8 @@ def with_places(turns: Sequence[Mapping[str, object]], images: Sequence[object])
         turns: with `<image>` or parts in the places of images, or without.
         images: that the row lists.
     """
-    placed, taken = [dict(turn) for turn in turns], _Taken(images)
+    placed: list[dict[str, Any]] = [dict(turn) for turn in turns]
+    taken = _Taken(images)
     for turn in placed:
         taken.turn(turn)
     user = next((turn for turn in placed if role_of(turn) == "user"), None)
