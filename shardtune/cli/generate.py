@@ -46,7 +46,7 @@ def generate(
     model: ModelOption = None,
     adapter: AdapterOption = None,
     checkpoint: Checkpoint = "final",
-    system: Annotated[str | None, typer.Option(help="A system turn before each prompt.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system turn before each prompt that has none.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
