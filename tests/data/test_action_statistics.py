@@ -165,7 +165,9 @@ class TestSources:
 
         found = resolve_sources(
             str(folder / "a"),
-            type("D", (), {"columns": {}, "transform": None, "cache_dir": None, "on_bad_row": "fail"})(),
+            type(
+                "D", (), {"columns": {}, "transform": None, "cache_dir": None, "on_bad_row": "fail", "quarantine": None}
+            )(),
             frames=FrameOptions(),
             report=sources.append,
         )

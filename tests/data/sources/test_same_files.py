@@ -6,11 +6,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
-from shardtune.config import DataConfig
+from shardtune.config import DataConfig, load_recipe
 from shardtune.data.cache_directory import file_digest
+from shardtune.data.chat import ChatEncoder
+from shardtune.data.chat.template import load_template
+from shardtune.data.prepare import prepare_data
 from shardtune.data.sources.resolve import ROBOT_KINDS, Source, SourceFile, resolve_sources
 from shardtune.data.sources.same_files import notes_on_same_files
+from tests.support.tiny_run import make_tiny
 
 
 @pytest.fixture
@@ -55,3 +60,14 @@ def test_parts_of_a_recording_are_not_the_same(tmp_path: Path) -> None:
 
     assert list(notes_on_same_files([part("train")], [part("valid")], lambda _: "")) == []
     assert len(list(notes_on_same_files([part("train")], [part("train")], lambda _: ""))) == 1
+
+
+def test_a_recipe_whose_evaluation_is_its_training(tmp_path: Path) -> None:
+    tiny, said = make_tiny(tmp_path), list[str]()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    encoder = ChatEncoder(tokenizer, load_template("chatml", tokenizer), max_length=64)
+    train = str(tmp_path / "train.jsonl")
+    for changes in ({"data__eval_data_paths": train}, {"data__eval_data_paths": None, "data__eval_split": 0.3}):
+        said.clear()
+        prepare_data(load_recipe(tiny.recipe(**changes)), lambda with_prompts: encoder, report=said.append)
+        assert len([line for line in said if "training rows too" in line]) == ("data__eval_split" not in changes)
