@@ -6,7 +6,6 @@ training rows, and a run that writes them does not change its own inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,32 +27,6 @@ def is_own(folder: Path) -> bool:
             if sign in file.read(_BEGINNING):
                 return True
     return False
-
-
-class OwnFolders:
-    """Those below a directory, found as its files are looked at.
-
-    Args:
-        root: the directory, which counts whatever it is.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._known: dict[Path, Path | None] = {root: None}
-
-    def of(self, file: Path) -> Path | None:
-        """The outermost such folder that a file below the directory is in."""
-        return self._of_folder(file.parent)
-
-    def _of_folder(self, folder: Path) -> Path | None:
-        if folder not in self._known:
-            above = self._of_folder(folder.parent)
-            self._known[folder] = above if above is not None else folder if is_own(folder) else None
-        return self._known[folder]
-
-    def found(self) -> Iterator[Path]:
-        """Those that files were in."""
-        yield from dict.fromkeys(folder for folder in self._known.values() if folder is not None)
 
 
 def tag_cache(root: Path) -> None:

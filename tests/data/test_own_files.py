@@ -10,7 +10,7 @@ import pytest
 import shardtune
 from shardtune.config import DataConfig
 from shardtune.data.cache_directory import cache_folder
-from shardtune.data.own_files import CACHE_NOTE, CACHE_TAG, OwnFolders, is_own
+from shardtune.data.own_files import CACHE_NOTE, CACHE_TAG, is_own
 from shardtune.data.sources.fingerprint import contents, fingerprints, outline
 from shardtune.data.sources.resolve import resolve_sources
 from tests.support.tiny_run import make_tiny, recorded_rows, rows, write_rows
@@ -40,10 +40,6 @@ def test_a_folder_is_known_by_its_mark(folder: Path) -> None:
     assert not is_own(folder / "parts")
     assert not is_own(folder / "no such folder")
     assert (folder / "cache" / CACHE_TAG).read_text() == CACHE_NOTE
-    own = OwnFolders(folder)
-    assert own.of(folder / "rows.jsonl") is None
-    assert own.of(folder / "runs/one/samples/step_4.jsonl") == folder / "runs/one"
-    assert list(own.found()) == [folder / "runs/one"]
 
 
 def test_rows_of_a_directory_and_of_a_pattern_are_the_others(folder: Path) -> None:

@@ -6,9 +6,10 @@ import glob
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from shardtune.data.own_files import OwnFolders, is_own
+from shardtune.data.own_files import is_own
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +35,25 @@ def files_below(folder: Path, skip: Callable[[str], bool]) -> Found:
         folder: counts whatever it is.
         skip: whether a file or folder of this name does not count.
     """
+    return _below([folder], skip)
+
+
+def _below(folders: Sequence[Path], skip: Callable[[str], bool]) -> Found:
+    """As `files_below`, of several directories: what lies in one of them counts there, not where a link leads to it."""
     files, own = list[Path](), list[Path]()
-    seen, tops = set[tuple[int, int]](), [folder]
+    seen, tops = set[tuple[int, int]](), list(folders)
     for top in tops:  # which grows by the links that are found
-        for place, folders, names in os.walk(top):
+        for place, inner, names in os.walk(top):
             status = os.stat(place)
             if (status.st_dev, status.st_ino) in seen:
-                folders.clear()
+                inner.clear()
                 continue
             seen.add((status.st_dev, status.st_ino))
-            inner = sorted(Path(place, name) for name in folders if not skip(name))
-            ours = {path for path in inner if is_own(path)}
+            counted = sorted(Path(place, name) for name in inner if not skip(name))
+            ours = {path for path in counted if is_own(path)}
             own += sorted(ours)
-            others = [path for path in inner if path not in ours]
-            folders[:] = [path.name for path in others]  # of which links are not entered
+            others = [path for path in counted if path not in ours]
+            inner[:] = [path.name for path in others]  # of which links are not entered
             tops += [path for path in others if path.is_symlink()]
             files += [Path(place, name) for name in names if not skip(name)]
     return Found(sorted(files), own)
@@ -56,38 +62,37 @@ def files_below(folder: Path, skip: Callable[[str], bool]) -> Found:
 def matching(pattern: str) -> Found:
     """The files that a pattern matches, in the order of their names, without hidden ones.
 
-    What `**` crosses may be a run or a data cache of ours, which is left out, and a link to a folder that is crossed
-    anyway, of which each file counts once.
+    What `**` crosses is as `files_below` finds it; of runs and data caches of ours, those with such a file are named.
     """
-    matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
-    files = [path for path in matches if not path.name.startswith(".") and not path.is_dir()]
     parts = Path(pattern).parts
     if "**" not in parts:
-        return Found(files, [])
+        matches = [Path(match) for match in sorted(glob.glob(pattern))]
+        return Found([path for path in matches if not path.name.startswith(".") and not path.is_dir()], [])
     named = parts.index("**")  # whoever writes runs/*/… before it means the runs
-    homes: dict[Path, OwnFolders] = {}
-    left = list[Path]()
-    for file in _once(files, fixed_part(pattern)):
-        home = Path(*file.parts[:named]).absolute()
-        if homes.setdefault(home, OwnFolders(home)).of(file.absolute()) is None:
-            left.append(file)
-    return Found(left, [own for folders in homes.values() for own in folders.found()])
+    homes = [Path(match) for match in glob.glob(str(Path(*parts[:named])))]
+    hidden = any(part.startswith(".") for part in parts[named:])
+
+    def skip(name: str) -> bool:
+        return name.startswith(".") and not hidden
+
+    def fits(file: Path) -> bool:
+        return not file.name.startswith(".") and _fits(file.parts[named:], parts[named:])
+
+    found = _below(sorted(homes, key=lambda home: (home.is_symlink(), str(home))), skip)
+    own = [folder for folder in found.own if any(map(fits, files_below(folder, skip).files))]
+    return Found(sorted(filter(fits, found.files), key=str), own)
 
 
-def _once(files: Sequence[Path], base: Path) -> list[Path]:
-    """The files without those that links to folders lead to again; of a file's paths the one without a link counts."""
-    real, folders = os.path.realpath(base), {file.parent: os.path.realpath(file.parent) for file in files}
-
-    def rank(file: Path) -> tuple[bool, int, Path]:
-        plain = os.path.normpath(os.path.join(real, os.path.relpath(file.parent, base)))
-        return plain != folders[file.parent], len(file.parts), file
-
-    kept: dict[tuple[str, str], Path] = {}
-    for file in files:
-        key = (folders[file.parent], file.name)
-        kept[key] = min(kept.get(key, file), file, key=rank)
-    chosen = set(kept.values())
-    return [file for file in files if file in chosen]
+def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether the names of a path fit the parts of a pattern, as `glob` has it."""
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        open_names = next((place for place, name in enumerate(names) if name.startswith(".")), len(names))
+        return any(_fits(names[place:], parts[1:]) for place in range(open_names + 1))
+    if not names or (names[0].startswith(".") and not parts[0].startswith(".")):
+        return False
+    return fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
 
 
 def fixed_part(pattern: str) -> Path:

@@ -221,7 +221,13 @@ class TestNaming:
         home, cache = tmp_path / "home", tmp_path / "cache"
         for place in ("home/b", "elsewhere", "home/.hidden", "home/a"):
             write_jsonl(tmp_path / place / f"{Path(place).name}.jsonl", ROWS[:2])
-        for link, to in {"a/up": home, "z": tmp_path / "elsewhere", "again": tmp_path / "elsewhere"}.items():
+        for link, to in {
+            "a/up": home,
+            "a/back": home,
+            "b/back": home / "a",
+            "z": tmp_path / "elsewhere",
+            "again": tmp_path / "elsewhere",
+        }.items():
             (home / link).symlink_to(to)
         expected = ["a/a.jsonl", "again/elsewhere.jsonl", "b/b.jsonl"]
         for spec in (home, f"{home}/[ab]*/**/*.jsonl"):
