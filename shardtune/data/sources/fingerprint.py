@@ -58,7 +58,7 @@ def _key(path: Path, root: Path, without: Path | None) -> str | None:
         names = sorted(_names(path, without))
         rows = [name for name in names if _is_data(name)]
         if len(rows) > SAMPLED_FILES:
-            return _joined(contents(path, without) | _card(path))
+            return _joined(contents(path, without, links=True) | _card(path))
         others = _some([name for name in names if not _is_data(name)])
         exact = {name: file_digest(path / name, root) for name in rows}
         return _joined({"": _listed(names), **exact, **{name: _sampled(path / name) for name in others}, **_card(path)})
@@ -117,11 +117,12 @@ def _joined(found: dict[str, str]) -> str:
     return digest.hexdigest()
 
 
-def contents(path: Path, without: Path | None = None) -> dict[str, str]:
+def contents(path: Path, without: Path | None = None, *, links: bool = False) -> dict[str, str]:
     """The size and a hash of each file at a path, in time that does not grow with their size.
 
     A file of up to `WHOLE_BYTES` is hashed whole; of a larger one the beginning, with the header of a safetensors file,
-    and `SAMPLES` pieces. Hidden files and Markdown are left out, and of a directory `without`.
+    and `SAMPLES` pieces. Hidden files and Markdown are left out, and of a directory `without`; links to directories are
+    followed only with `links`, as one beside a model may lead to anything.
 
     Returns:
         By name relative to the path, "" for the path itself: of a directory or a pattern the number of its files and a
@@ -132,7 +133,7 @@ def contents(path: Path, without: Path | None = None) -> dict[str, str]:
         if path.is_file():
             return {"": _sampled(path)}
         if path.is_dir():
-            names = sorted(_names(path, without))
+            names = sorted(_names(path, without, links=links))
             return {"": _listed(names), **{name: _sampled(path / name) for name in _some(names)}}
         files = [str(match) for match in matching(str(path)).files]
         if files:
@@ -142,9 +143,9 @@ def contents(path: Path, without: Path | None = None) -> dict[str, str]:
     return {"": "missing"}
 
 
-def _names(folder: Path, without: Path | None) -> Iterator[str]:
+def _names(folder: Path, without: Path | None, *, links: bool = True) -> Iterator[str]:
     """The files below a folder that count, by relative path: none of a run or of a data cache that lies in it."""
-    below = files_below(folder, lambda name: name.startswith(".") or name in _NO_FOLDERS)
+    below = files_below(folder, lambda name: name.startswith(".") or name in _NO_FOLDERS, links=links)
     for file in _others(below.files, without):
         if not file.name.endswith(_NO_CONTENT):
             yield str(file.relative_to(folder))

@@ -25,7 +25,7 @@ class Found:
     own: Sequence[Path]
 
 
-def files_below(folder: Path, skip: Callable[[str], bool]) -> Found:
+def files_below(folder: Path, skip: Callable[[str], bool], *, links: bool = True) -> Found:
     """The files below a directory, in the order of their paths.
 
     Links to directories are followed once all that lies in the directory itself is known, so that a link back, or a
@@ -34,11 +34,12 @@ def files_below(folder: Path, skip: Callable[[str], bool]) -> Found:
     Args:
         folder: counts whatever it is.
         skip: whether a file or folder of this name does not count.
+        links: whether links to directories are followed.
     """
-    return _below([folder], skip)
+    return _below([folder], skip, links=links)
 
 
-def _below(folders: Sequence[Path], skip: Callable[[str], bool]) -> Found:
+def _below(folders: Sequence[Path], skip: Callable[[str], bool], *, links: bool = True) -> Found:
     """As `files_below`, of several directories: what lies in one of them counts there, not where a link leads to it."""
     files, own = list[Path](), list[Path]()
     seen, tops = set[tuple[int, int]](), list(folders)
@@ -54,7 +55,7 @@ def _below(folders: Sequence[Path], skip: Callable[[str], bool]) -> Found:
             own += sorted(ours)
             others = [path for path in counted if path not in ours]
             inner[:] = [path.name for path in others]  # of which links are not entered
-            tops += [path for path in others if path.is_symlink()]
+            tops += [path for path in others if links and path.is_symlink()]
             files += [Path(place, name) for name in names if not skip(name)]
     return Found(sorted(files), own)
 

@@ -118,3 +118,14 @@ def test_files_of_one_name_that_a_pattern_matches_are_told_apart(tmp_path: Path)
         (tmp_path / "d").rename(tmp_path / "e")
         assert of(pattern, "e")[:2] == before[:2]
         (tmp_path / "e").rename(tmp_path / "d")
+
+
+def test_links_to_folders_count_among_rows_and_not_beside_a_model(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "far").mkdir()
+    (tmp_path / "home/link").symlink_to(tmp_path / "far")
+    (tmp_path / "far/a.jsonl").write_text("1")
+    rows, files = keys(tmp_path, tmp_path / "home"), contents(tmp_path / "home")
+    (tmp_path / "far/a.jsonl").write_text("22")
+    assert keys(tmp_path, tmp_path / "home") != rows
+    assert contents(tmp_path / "home") == files
