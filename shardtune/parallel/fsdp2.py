@@ -524,7 +524,10 @@ class Weights:
         by_copies: dict[int, list[torch.Tensor]] = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and (grad := local(parameter.grad)).numel():
-                by_copies.setdefault(self._num_copies[name], []).extend(_pieces(grad))
+                # On a CPU torch would convert all of what it is given.
+                whole = grad.device.type != "cpu" or grad.dtype == torch.float64 or not grad.is_contiguous()
+                pieces = [grad] if whole else grad.view(-1).split(_NORM_PIECE)
+                by_copies.setdefault(self._num_copies[name], []).extend(pieces)
         for copies, grads in by_copies.items():
             norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
             square += (norms.square().sum() / copies).to(square.device, non_blocking=True)
@@ -549,13 +552,6 @@ class Weights:
 
     def begin_backward(self) -> None:
         """Let a backward pass of a user's begin with the gradients that parameters have then: its own, or none."""
-
-
-def _pieces(grad: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A gradient in pieces, for a norm in fp64: on a CPU torch converts all of what it is given."""
-    if grad.device.type != "cpu" or grad.dtype == torch.float64 or not grad.is_contiguous():
-        return [grad]
-    return grad.view(-1).split(_NORM_PIECE)
 
 
 def _fits(parameter: nn.Parameter, dtype: torch.dtype) -> bool:

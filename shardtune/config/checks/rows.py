@@ -117,7 +117,9 @@ def bad_rows(context: Context) -> Iterator[ConfigError]:
 
 
 def evaluation_weights(context: Context) -> Iterator[ConfigError]:
-    given = context.recipe.data.eval_data_paths
+    given, actor = context.recipe.data.eval_data_paths, context.recipe.actor
+    if (actor.worker is not None and actor.worker not in WORKERS) or actor.model.model_type not in BUILT_IN:
+        return  # a worker of a user's refuses any key beside a path, and `resolve_sources` refuses this one
     sets = given if isinstance(given, Mapping) else {"": given}
     for name, sources in sets.items():
         for entry in sources if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]:

@@ -180,6 +180,12 @@ def resolve_sources(
     place = _Place(cache_root(data.cache_dir), Path(data.quarantine) if data.quarantine else None, report)
     sources: list[Source] = []
     for entry in entries:
+        if purpose == "eval" and entry.get("weight") not in (None, 1.0):
+            raise DataError(
+                f"the weight {entry['weight']} has no effect: every row is evaluated once",
+                where=f"data.eval_data_paths: {as_written(entry['path'])}",
+                remedy="leave it out; max_samples takes fewer rows of a source",
+            )
         selection = Selection(entry.get("name"), entry.get("split"), purpose)
         files, name = _find(entry["path"], selection, place, robot=frames is not None)
         name = _unique(entry.get("name") or name, [source.name for source in sources])

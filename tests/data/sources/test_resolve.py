@@ -209,6 +209,12 @@ class TestNaming:
         (source,) = resolve({"path": str(tmp_path), "split": "train_small"})
         assert [file.path.name for file in source.files] == ["train_small.jsonl"]
 
+    def test_rows_of_evaluation_have_no_weight(self, tmp_path, resolve):
+        entry = {"path": str(write_jsonl(tmp_path / "a.jsonl", ROWS[:2])), "weight": 4.0}
+        assert resolve(entry)[0].weight == 4.0
+        with pytest.raises(DataError, match=r"the weight 4\.0 has no effect"):
+            resolve(entry, purpose="eval")
+
     def test_a_file_has_no_splits(self, tmp_path, resolve):
         file = write_jsonl(tmp_path / "rows-test.jsonl", ROWS[:3])
         for split in (None, "train", "test"):
