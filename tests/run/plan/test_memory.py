@@ -80,7 +80,7 @@ def allocated(worker: SFTWorker) -> float:
     return sum(storages.values()) + most
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_a_loss_over_all_rows_of_a_step_is_planned(tmp_path: Path) -> None:
     """Of an embedding model: the outputs of four micro-batches, of which two are computed, and their similarities."""
     model = save_encoder(tmp_path / "model")

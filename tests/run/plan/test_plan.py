@@ -90,7 +90,7 @@ def test_what_does_not_fit_gets_the_cheapest_changes_that_do(config_alone: Path)
         solve(found, whole)
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_a_ring_is_proposed_where_ranks_do_not_divide_the_heads(
     config_alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
