@@ -185,8 +185,9 @@ def as_on_cuda() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
     def device(tensor: FakeTensor) -> torch.device:
-        # The experts of transformers have kernels for a GPU, whose shapes torch computes for a GPU alone.
-        outside = sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.")
+        # The experts of transformers have kernels for a GPU, whose shapes torch computes for a GPU alone; FSDP2 has
+        # streams of a GPU.
+        outside = sys._getframe(1).f_globals.get("__name__", "").startswith(("transformers.", "torch.distributed."))
         return _CUDA if has_torch_function_unary(tensor) and not outside else own.fget(tensor)
 
     classes.device = property(device)
