@@ -284,7 +284,12 @@ def test_prompts_are_answered_in_order(learned: Path) -> None:
 def test_a_file_of_prompts_is_answered_as_json_lines(learned: Path) -> None:
     file = learned.parents[1] / "prompts.jsonl"
     write_rows(
-        file, [{"question": "Say one."}, {"prompt": "Say two."}, {"messages": said("Say one.", "")["messages"][:1]}]
+        file,
+        [
+            {"question": "Say one.", "answer": "gold"},
+            {"prompt": "Say two."},
+            {"messages": [said("Say one.", "")["messages"][0]]},
+        ],
     )
     called = file.with_name("called.jsonl")
     turns = [{"role": "assistant", "tool_calls": [{"name": "one"}]}, {"role": "tool", "content": "1"}]
@@ -297,7 +302,8 @@ def test_a_file_of_prompts_is_answered_as_json_lines(learned: Path) -> None:
     told = run_cli("generate", "runs/learned", "--file", str(file), "--checkpoint", "latest")
     answers = [json.loads(line) for line in told.out.splitlines()]
     assert [answer["answer"] for answer in answers] == ["#### 1", "#### 2", "#### 1"]
-    assert answers[0]["prompt"] == "Say one."
+    assert (answers[0]["prompt"], answers[0]["reference"]) == ("Say one.", "gold")
+    assert 'generate: 1 row has its answer: it is left out of the prompt and written as "reference"' in told.err
 
 
 def test_draws_repeat_with_their_seed(learned: Path) -> None:
