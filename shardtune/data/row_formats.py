@@ -286,6 +286,12 @@ def _turns(value: object, key: str) -> list[Mapping[str, object]]:
     return list(turns)
 
 
+def conversation(turns: Sequence[Mapping[str, object]]) -> Chat:
+    """The messages of a row, or of a prompt, with their weights."""
+    weights = (numbered(number, turn, loss_weight_of) for number, turn in enumerate(turns, 1))
+    return Chat(read_turns(turns), tuple(weights))
+
+
 def _chat(turns: Sequence[Mapping[str, object]], row: Row) -> Chat:
     if row.get("loss_weight") is not None:
         raise RowError("loss_weight is a key of a message, not of a row: write it into the assistant's turns")
@@ -294,8 +300,8 @@ def _chat(turns: Sequence[Mapping[str, object]], row: Row) -> Chat:
             f"weight ({weight:g}) is a key of a message, not of a row: write it into the assistant's turns; a column "
             "of another meaning needs another name (data.transform)"
         )
-    messages = list(read_turns(turns))
-    weights = [numbered(number, turn, loss_weight_of) for number, turn in enumerate(turns, 1)]
+    opened = conversation(turns)
+    messages, weights = list(opened.messages), list(opened.weights)
     system = _text(row, "system")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})

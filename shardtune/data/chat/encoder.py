@@ -17,18 +17,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.outline import Span
 from shardtune.data.chat.prompt_check import PromptMismatch, first_difference
-from shardtune.data.chat.reasoning import Thinking, Thought, before_last_question, without_thoughts
+from shardtune.data.chat.reasoning import Thinking, Thought, before_last_question, thoughts, without_thoughts
 from shardtune.data.chat.rendering import ChatTemplate, Rendering
 from shardtune.data.chat.template import missing_template, refuse_without_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
-from shardtune.data.messages import read_turns, shown_question
-from shardtune.data.row_formats import Chat, Completion, Text, name_calls, read_example
+from shardtune.data.messages import shown_question
+from shardtune.data.row_formats import Chat, Completion, Text, conversation, name_calls, read_example
 from shardtune.data.token_rows import Tokens
 from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 # Part of every cache key: raise it when the same row would be encoded differently.
 ENCODING_VERSION = 4
+_ANSWER = MappingProxyType({"role": "assistant", "content": "?"})
 
 
 class About(TypedDict):
@@ -134,15 +135,36 @@ class ChatEncoder:
         template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Prompt:
         """A conversation for the assistant to continue, up to the beginning of its turn."""
-        turns = Chat(read_turns(messages), (None,) * len(messages), arguments=template_kwargs)
-        return Prompt(self._tokens(self._prompt_text(turns, tools))[0])
+        return Prompt(self._tokens(self._prompt_text(conversation(messages), tools, template_kwargs))[0])
 
-    def _prompt_text(self, turns: Chat, tools: Sequence[dict[str, object]] | None) -> str:
+    def _prompt_text(
+        self, turns: Chat, tools: Sequence[dict[str, object]] | None, arguments: Mapping[str, object]
+    ) -> str:
         if self.template is None:
             raise missing_template("data.chat_template")
-        chat = self.prepared(turns)
+        chat = self.prepared(replace(turns, tools=None if tools is None else tuple(tools), arguments=arguments))
         name_calls(chat.messages)
-        return self.template.render(chat.messages, tools, prompt=True, arguments=chat.arguments)
+        chat, _ = self._without_thoughts(chat)
+        prompt = self.template.render(chat.messages, tools, prompt=True, arguments=chat.arguments)
+        return self._with_earlier_thoughts(chat, prompt, self.template)
+
+    def _with_earlier_thoughts(self, chat: Chat, prompt: str, template: ChatTemplate) -> str:
+        """The prompt of a conversation with the reasoning of earlier answers that training writes before them."""
+        if self.thinking not in ("keep", "last") or not any(
+            thoughts(message) for message in chat.messages if message["role"] == "assistant"
+        ):
+            return prompt
+        answered = replace(chat, messages=(*chat.messages, dict(_ANSWER)), weights=(*chat.weights, None))
+        try:
+            rendering = template.render_turns(answered)
+        except RowError:  # of a conversation that cannot be trained, so there is nothing to be alike
+            return prompt
+        written = [one for one in rendering.lost if self._is_trained(answered, rendering, one)]
+        if not written:
+            return prompt
+        without = rendering.text[: rendering.spans[-1].start]
+        opening = prompt[len(without) :] if prompt.startswith(without) else ""
+        return f"{template.with_thoughts(rendering, written).prompt}{opening}"
 
     def text_prompt(self, text: str) -> Prompt:
         """A text to continue, with the begin token of rows of plain text."""

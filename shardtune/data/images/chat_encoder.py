@@ -204,9 +204,9 @@ class ImageChatEncoder(ChatEncoder):
         Args:
             images: for the places of `<image>`; if there are none, they go before the text of the last user turn.
         """
-        turns, named = mark_images(messages, images)
+        chat, named = mark_images(messages, images)
         stored = self.read_images(named)
-        text = self._expand(self._prompt_text(replace(turns, arguments=template_kwargs), tools), stored).text
+        text = self._expand(self._prompt_text(chat, tools, template_kwargs), stored).text
         return Prompt(self._tokens(text)[0], to_fields(stored, len(stored)))
 
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:

@@ -10,8 +10,17 @@ from typing import Any
 import numpy as np
 
 from shardtune.data.encoder import Row, RowError
-from shardtune.data.messages import REASONING_KEYS, TEXT_PARTS, read_turns, role_of, split_reasoning, text_of_part
-from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Example, Text, read_example, recognise
+from shardtune.data.messages import REASONING_KEYS, TEXT_PARTS, role_of, split_reasoning, text_of_part
+from shardtune.data.row_formats import (
+    MEDIA_KEYS,
+    Chat,
+    Completion,
+    Example,
+    Text,
+    conversation,
+    read_example,
+    recognise,
+)
 from shardtune.data.token_rows import Tokens
 
 IMAGE_MARK = "\ue0f7"
@@ -67,10 +76,9 @@ def mark_images(messages: Sequence[Mapping[str, object]], images: Sequence[objec
         images: for these places; if there are none, they go before the last user turn.
     """
     taken = _Taken(images)
-    turns = read_turns([taken.turn(turn) for turn in messages])
-    chat = Chat(turns, (None,) * len(turns))
+    chat = conversation([taken.turn(turn) for turn in messages])
     if images and taken.has_none:
-        last_user = [number for number, turn in enumerate(turns) if turn["role"] == "user"][-1:]
+        last_user = [number for number, turn in enumerate(chat.messages) if turn["role"] == "user"][-1:]
         return _before_turn(chat, last_user, len(images)), list(images)
     taken.check()
     return chat, taken.images

@@ -150,6 +150,36 @@ def test_what_is_not_trained_is_not_missed(make_tokenizer: Any, trained: Any) ->
     assert encode(ChatEncoder(tokenizer, LOSING["chatml"]), messages).left_out == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"train_on": "last_assistant"}, {"on_prompt_mismatch": "accept"}])
+@pytest.mark.parametrize("thinking", ["keep", "last", "template", "strip"])
+@pytest.mark.parametrize("name", [*LOSING, "thinking", "channels"])
+def test_a_prompt_has_the_reasoning_that_training_shows_before_the_answer(
+    name: str, thinking: Any, options: dict[str, Any], make_tokenizer: Any
+) -> None:
+    tokenizer = make_tokenizer(
+        bos_token="<|begin_of_text|>", eos_token="<|im_end|>", additional_special_tokens=["<|end|>"]
+    )
+    text = {**LOSING, "thinking": TestUnstableTemplates.THINKING, "channels": CHANNELS}[name]
+    encoder = ChatEncoder(tokenizer, text, thinking=thinking, with_prompts=True, **options)
+    searched = turn("assistant", "One moment.", reasoning_content="search it")
+    seen = set[str]()
+    for weight in (1, 0):
+        earlier = [{**one, "loss_weight": weight} if one["role"] == "assistant" else one for one in conversation()]
+        for asked in (
+            [*earlier, turn("user", "And 3?")],
+            [*earlier, turn("user", "And 3?"), searched, turn("user", "?")],
+        ):
+            trained = encode(encoder, [*asked, turn("assistant", "It is 9.")])
+            prompt = encoder.prompt(copy.deepcopy(asked)).tokens
+            assert trained.prompt_ids is not None
+            assert prompt.tolist() == trained.prompt_ids.tolist()
+            assert tokenizer.decode(trained.input_ids).startswith(tokenizer.decode(prompt))
+            seen.add(tokenizer.decode(prompt))
+    written = thinking == "keep" and options.get("train_on") is None
+    assert any("they greet" in one for one in seen) is written
+    assert len(seen) == (4 if written else 2)
+
+
 def test_another_name_and_another_format(make_tokenizer: Any, trained: Any) -> None:
     """As gpt-oss: the template reads `thinking`, and writes it as a block of its own."""
     tokenizer = make_tokenizer(eos_token="<|end|>")
