@@ -12,6 +12,7 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZE
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 FAST_PARTS := .venv-fast-parts
 LATEST := .venv-latest
 LATEST_INSTALLED := $(LATEST)/.installed
@@ -60,7 +61,12 @@ check: $(INSTALLED) ## check style and types, and run the tests that start no pr
 quick: $(INSTALLED) ## run the tests that start no process and train nothing
 	$(TEST_ENV) nice $(BIN)/python -m pytest $(QUICK_ARGS) --quick -r fE
 
-test: $(INSTALLED) ## run all tests
+# In a new environment each of the test processes would compile the same modules and tests, at the same time.
+$(COMPILED): $(INSTALLED)
+	@$(TEST_ENV) $(BIN)/python -m pytest --collect-only --quiet > /dev/null
+	@touch $@
+
+test: $(COMPILED) ## run all tests
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(INSTALLED) ## run the long forms of some tests
