@@ -17,6 +17,7 @@ from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import RowError, caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.rows import image_parts, with_places
+from shardtune.data.json_rows import DECODER, RepeatedKeyError
 from shardtune.data.row_formats import ARGUMENTS, read_arguments
 from shardtune.data.row_prompts import PROMPT_KEYS, read_row_prompt
 from shardtune.errors import CONTROL, DataError, printable
@@ -70,7 +71,9 @@ def read_prompts(file: Path) -> list[Question]:
 def _question(line: bytes, file: Path, number: int) -> Question:
     where = f"{file}:{number}"
     try:
-        row = json.loads(line)
+        row = DECODER.decode(line.decode("utf-8-sig"))
+    except RepeatedKeyError as error:
+        raise DataError(str(error), where=where, remedy="leave one of them") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"this is not JSON: {error}", where=where, remedy=ROWS) from error
     try:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from shardtune.config.values import OUT_OF_RANGE, in_range
 from shardtune.data.encoder import RowError
+from shardtune.data.json_rows import DECODER
 
 ROLES = {
     "system": "system",
@@ -260,7 +261,7 @@ def parsed(value: object, key: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return DECODER.decode(value)
     except json.JSONDecodeError as error:
         raise RowError(f"{key} is text, but not JSON: {error.msg} at character {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:

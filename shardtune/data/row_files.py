@@ -10,7 +10,8 @@ import json
 import lzma
 import re
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardtune.data.encoder import Row, RowError, caused_by
+from shardtune.data.json_rows import DECODER, RepeatedKeyError
 from shardtune.errors import DataError
 
 KINDS = {
@@ -237,11 +239,13 @@ def _skip_line(lines: Any) -> int:
 def _parse_json(text: bytes | str) -> Row | RowError:
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
-        value = json.loads(decoded)
+        value = DECODER.decode(decoded)
     except UnicodeDecodeError as error:
         return RowError(f"not UTF-8 text: {error.reason} at byte {error.start + 1}")
     except json.JSONDecodeError as error:
         return RowError(f"broken JSON: {error.msg} at character {error.pos + 1}: {_excerpt(error.doc, error.pos)}")
+    except RepeatedKeyError as error:
+        return RowError(str(error))
     except Exception as error:  # a number of thousands of digits, thousands of brackets
         return caused_by(error)
     if not isinstance(value, dict):
@@ -311,18 +315,26 @@ def _line(text: str, place: int) -> int:
     return text.count("\n", 0, place) + 1
 
 
+def _decode(text: str, place: int) -> tuple[Any, int]:
+    """The value at a place, and the place behind it."""
+    try:
+        return DECODER.raw_decode(text, place)
+    except RepeatedKeyError as error:
+        return RowError(str(error)), json.JSONDecoder().raw_decode(text, place)[1]
+
+
 def _list_chunks(text: str, start: int, path: Path) -> Generator[Chunk, None, int]:
     """The elements of the JSON list at `start`, one by one, so that a fault is reported with its row.
 
     Returns:
         The place behind the list.
     """
-    decode, place, number = json.JSONDecoder().raw_decode, _skip_space(text, start + 1), 0
+    place, number = _skip_space(text, start + 1), 0
     numbered: list[NumberedRow] = []
     while not text.startswith("]", place):
         number += 1
         try:
-            value, place = decode(text, place)
+            value, place = _decode(text, place)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"broken JSON: {error.msg} at line {error.lineno}: {_excerpt(text, error.pos)!r}",
@@ -335,8 +347,8 @@ def _list_chunks(text: str, start: int, path: Path) -> Generator[Chunk, None, in
                 where=f"{path}: row {number:,}",
                 remedy="mend the file, or write one object per line (.jsonl): there data.on_bad_row=skip helps",
             ) from error
-        row: Row | RowError = value if isinstance(value, dict) else RowError("the row is not a JSON object")
-        numbered.append((number, row))
+        is_row = isinstance(value, dict | RowError)
+        numbered.append((number, value if is_row else RowError("the row is not a JSON object")))
         place = _skip_space(text, place)
         if text.startswith(",", place):
             place = _skip_space(text, place + 1)
@@ -364,6 +376,7 @@ def _read_parquet(path: Path) -> Iterator[Chunk]:
     compressed = path.suffix.lower() in COMPRESSIONS
     source = io.BytesIO(_content(path)) if compressed else path
     with pq.ParquetFile(source) as file:
+        _require_distinct(file.schema_arrow.names, path)
         yield from _table_chunks(file.iter_batches(batch_size=_CHUNK_ROWS), file.metadata.num_rows)
 
 
@@ -380,6 +393,9 @@ def _read_arrow(path: Path) -> Iterator[Chunk]:
             source.seek(0)
             file = pa.ipc.open_file(source)
             batches = (file.get_batch(index) for index in range(file.num_record_batches))
+            _require_distinct(file.schema.names, path)
+        else:
+            _require_distinct(batches.schema.names, path)
         yield from _table_chunks(batches, None)
 
 
@@ -391,6 +407,17 @@ def _table_chunks(batches: Any, total: int | None) -> Iterator[Chunk]:
             done = first + piece.num_rows - 1
             yield TableChunk(first, piece, done / total if total else 0.0)
             first += piece.num_rows
+
+
+def _require_distinct(columns: Sequence[str], path: Path) -> None:
+    """Refuse two columns of one name, of which a row could have only the last; cells without a name are not read."""
+    twice = next((name for name, count in Counter(filter(None, columns)).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(
+            f"{Counter(columns)[twice]} columns have the name {twice!r}",
+            where=str(path),
+            remedy="rename all but one of them",
+        )
 
 
 def _plain(row: Mapping[str, Any]) -> Row:
@@ -416,9 +443,10 @@ def _read_csv(path: Path) -> Iterator[Chunk]:
         cells = csv.reader(record, delimiter=delimiter, strict=True)
         numbered: list[NumberedRow] = []
         try:
-            header = next(cells, None)
+            header = next(cells, None) or []
+            _require_distinct(header, path)
             for number, row in enumerate(filter(None, record.each(cells)), 1):
-                numbered.append((number, _csv_row(header or [], row)))
+                numbered.append((number, _csv_row(header, row)))
                 if len(numbered) >= _CHUNK_ROWS:
                     yield RowChunk(numbered, 0.0)
                     numbered = []

@@ -28,6 +28,19 @@ class ProfileWindow:
         self._to = 0
         self._profile: profile | None = None
 
+    def outside(self, done: int, last: int) -> str | None:
+        """What to say of a run that has none of the steps to record; None where it has some.
+
+        Args:
+            done: the steps that are done when it begins.
+            last: its last step.
+        """
+        if self._first <= last and self._last > done:
+            return None
+        steps = f"its steps are {done + 1:,} to {last:,}" if done + 1 < last else f"its only step is {last:,}"
+        here = steps if done < last else "it has no more steps"
+        return f"runner.profile_steps: [{self._first}, {self._last}] are no steps of this run ({here}): no trace is made"
+
     def before(self, step: int) -> None:
         """Call before optimizer step `step`."""
         if self._profile is None and self._first <= step <= self._last:

@@ -207,6 +207,9 @@ class SFTRunner:
         if self._on_start is not None:
             self._on_start()
         self._observer.started(actor.step, actor.position.horizon)
+        outside = None if self._profile is None else self._profile.outside(actor.step, actor.position.horizon)
+        if outside is not None:
+            self._observer.log(outside)
 
     def _train(self) -> None:
         """Train, with the first and last events; a checkpoint is written when a callback fails."""

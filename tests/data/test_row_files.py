@@ -44,6 +44,31 @@ def test_rows_that_no_parser_takes(tmp_path: Path) -> None:
     assert told.value.where == f"{tmp_path / 'a.json'}: row 2"
 
 
+def test_values_of_which_a_row_could_have_only_the_last(tmp_path: Path) -> None:
+    """Nothing that was written is lost without a word; the same value twice loses nothing."""
+    lines = ['{"text": "a", "text": "b"}', '{"text": "c", "of": {"id": 1, "id": 2}}', '{"text": "d", "text": "d"}']
+    reasons = {
+        1: "the key 'text' is there twice, with different values",
+        2: "the key 'id' is there twice, with different values",
+        3: {"text": "d"},
+    }
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert read(tmp_path / "a.jsonl") == reasons
+    (tmp_path / "a.json").write_text(f"[{', '.join(lines)}]")
+    assert read(tmp_path / "a.json") == reasons
+    table = pa.table([["a"], ["b"]], names=["text", "text"])
+    (tmp_path / "a.csv").write_text(",text,id,text,\n0,a,1,b,\n")
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(tmp_path / "stream.arrow", table.schema) as stream:
+        stream.write_table(table)
+    with pa.ipc.new_file(tmp_path / "file.arrow", table.schema) as file:
+        file.write_table(table)
+    for name in ("a.csv", "a.parquet", "stream.arrow", "file.arrow"):
+        with pytest.raises(DataError, match="2 columns have the name 'text'") as told:
+            read(tmp_path / name)
+        assert told.value.where == str(tmp_path / name)
+
+
 def test_a_cell_that_python_cannot_have(tmp_path: Path) -> None:
     texts = pa.Array.from_buffers(pa.string(), 3, pa.array([b"a", b"\xff", b"b"]).buffers())
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")

@@ -207,6 +207,10 @@ CHAT_FAULTS = [
         [user("Hi"), assistant("", tool_calls=[{"name": "a", "arguments": "{x"}])],
         "arguments of a is text, but not JSON",
     ),
+    (
+        [user("Hi"), assistant("", tool_calls=[{"name": "a", "arguments": '{"x": 1, "x": 2}'}])],
+        "arguments of a is text, but not usable as JSON: the key 'x' is there twice, with different values",
+    ),
     ([user("Hi"), assistant("", tool_calls=[{"name": "a", "arguments": [1]}])], "arguments of a are not an object"),
     ([{"role": "user", "text": "Hi"}, assistant("a")], r"message 1: no content \(its keys: role, text\)"),
     ([{"role": "system", "content": None}, assistant("a")], "message 1: no content"),

@@ -141,7 +141,7 @@ def test_save_interval_minus_one_saves_at_the_end(tiny: Tiny) -> None:
     assert (run.dir / "FINAL").resolve() == run.dir / "final"
 
 
-def test_a_profile_is_written_for_its_steps(tiny: Tiny) -> None:
+def test_a_profile_is_written_for_its_steps(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
     run = shardtune.train(tiny.recipe("profile", runner__profile_steps=[3, 4], runner__max_steps=5))
     trace = json.loads((run.dir / "profile/steps_3-4_rank_0.json").read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
@@ -149,6 +149,9 @@ def test_a_profile_is_written_for_its_steps(tiny: Tiny) -> None:
     assert sum(event.get("name") == "Optimizer.step#AdamW.step" for event in trace["traceEvents"]) == 2
     cut = shardtune.train(tiny.recipe("cut", runner__profile_steps=[2, 9], runner__max_steps=3))
     assert [file.name for file in (cut.dir / "profile").iterdir()] == ["steps_2-3_rank_0.json"]
+    assert "no trace" not in capfd.readouterr().err
+    shardtune.train(tiny.recipe("cut", runner__profile_steps=[2, 3], runner__max_steps=4))
+    assert "[2, 3] are no steps of this run (its only step is 4): no trace is made" in capfd.readouterr().err
 
 
 def test_deterministic_is_on_while_training(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
