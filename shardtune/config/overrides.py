@@ -34,7 +34,7 @@ CHOOSING = (*GROUPS, *(name for name in LISTS if name != LISTED_GROUP))
 PLAIN = re.compile(
     r"""(?P<key>\+{0,2}[a-z_]\w*(?:\.[a-z_]\w*)*)=
     (?P<value>-?(?:0|[1-9]\d{0,17})(?:\.\d+)?(?:e[+-]?\d+)?
-    | (?!(?:nan|inf)$) /?[a-z_][\w./-]*)""",
+    | (?!(?:nan|inf)$) (?:~?/)?[a-z_][\w./-]*)""",
     re.ASCII | re.IGNORECASE | re.VERBOSE,
 )
 """An override that needs no grammar: a key with a number, a word or a path."""

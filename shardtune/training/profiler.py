@@ -39,7 +39,9 @@ class ProfileWindow:
             return None
         steps = f"its steps are {done + 1:,} to {last:,}" if done + 1 < last else f"its only step is {last:,}"
         here = steps if done < last else "it has no more steps"
-        return f"runner.profile_steps: [{self._first}, {self._last}] are no steps of this run ({here}): no trace is made"
+        return (
+            f"runner.profile_steps: [{self._first}, {self._last}] are no steps of this run ({here}): no trace is made"
+        )
 
     def before(self, step: int) -> None:
         """Call before optimizer step `step`."""

@@ -59,7 +59,10 @@ EVAL = "data.eval_data_paths=eval.jsonl"
         (["runner.best.monitor=eval/loss"], "runner.best.monitor: eval/loss needs evaluation data"),
         (["runner.early_stop.enabled=true", EVAL], "needs evaluations during training"),
         (["runner.spike.factor=5", "runner.spike.window=70"], "spike.window have no effect without runner.on_spike"),
-        (["runner.early_stop.patience=2"], "runner.early_stop.patience has no effect without runner.early_stop.enabled"),
+        (
+            ["runner.early_stop.patience=2"],
+            "runner.early_stop.patience has no effect without runner.early_stop.enabled",
+        ),
         (["runner.best.mode=max"], "runner.best.mode has no effect without runner.best.monitor"),
         (["runner.spike.factor=5"], "runner.spike.factor has no effect without runner.on_spike"),
         (["runner.on_spike=skip", "runner.spike.window=10"], "is less than runner.spike.warmup_steps (20)"),

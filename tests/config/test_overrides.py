@@ -16,7 +16,7 @@ from shardtune.errors import ConfigError
         ("actor.optim.clip_grad=null", "actor.optim.clip_grad", None),
         ("runner.save_interval=epoch", "runner.save_interval", "epoch"),
         ("runner.overwrite=true", "runner.overwrite", True),
-        ("runner.best={mode: max}", "runner.best.mode", "max"),
+        ("runner.early_stop={enabled: false, mode: max}", "runner.early_stop.mode", "max"),
         (
             "runner.allow_changes=[actor.optim.lr,data.max_length]",
             "runner.allow_changes",
@@ -242,6 +242,9 @@ def test_plain_values_are_what_hydra_makes_of_them(load, monkeypatch):
         assert (parsed.key_or_group, parsed.package) == (plain["key"].lstrip("+"), None)
         made = plain_value(plain["value"])
         assert (type(made), made) == (type(parsed.value()), parsed.value())
+    below_home = PLAIN.fullmatch("a=~/b.jsonl")  # which no shell expands behind a key with dots; Hydra does not take it
+    assert below_home is not None
+    assert plain_value(below_home["value"]) == "~/b.jsonl"
     assert not [value for value in OTHER_VALUES.split() if PLAIN.fullmatch(f"a={value}")]
     monkeypatch.setattr("shardtune.config.overrides._parser", None)
     assert load("++optim.lr=3e-5", "runner.logger.log_path=/a/b-1.5").actor.optim.lr == 3e-5

@@ -65,9 +65,9 @@ def matching(pattern: str) -> Found:
 
     What `**` crosses is as `files_below` finds it; of runs and data caches of ours, those with such a file are named.
     """
-    parts = Path(pattern).parts
+    parts = _parts(pattern)
     if "**" not in parts:
-        matches = [Path(match) for match in sorted(glob.glob(pattern))]
+        matches = [Path(match) for match in sorted(glob.glob(str(Path(*parts))))]
         return Found([path for path in matches if not path.name.startswith(".") and not path.is_dir()], [])
     named = parts.index("**")  # whoever writes runs/*/… before it means the runs
     homes = [Path(match) for match in glob.glob(str(Path(*parts[:named])))]
@@ -96,10 +96,21 @@ def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
     return fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
 
 
+def _parts(pattern: str) -> list[str]:
+    """The parts of a pattern; brackets in the name of a folder that is there are no wildcards: data[1]/*.jsonl."""
+    written = Path(pattern).parts
+    folder = len(fixed_part(pattern).parts)
+    return [*map(glob.escape, written[:folder]), *written[folder:]]
+
+
 def fixed_part(pattern: str) -> Path:
     """The folders of a pattern before the first one with a wildcard."""
-    parts = Path(pattern).parts
-    return Path(*parts[: next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts))])
+    found = Path()
+    for part in Path(pattern).parts:
+        if glob.has_magic(part) and not (found / part).is_dir():
+            break
+        found /= part
+    return found
 
 
 def same_file(one: Path, other: Path) -> bool:

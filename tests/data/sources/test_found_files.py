@@ -32,6 +32,16 @@ def test_patterns(home: Path, pattern: str) -> None:
         assert matching(given).files == sorted((path for path in expected if path.is_file()), key=str)
 
 
+@pytest.mark.parametrize("pattern", ["d/c/[e]/*.x", "d/c/[e]/**", "d/c/[[]e]/*", "d/*/[[]e]/*", "*/c/[[]e]/*.x"])
+def test_brackets_in_the_name_of_a_folder(home: Path, pattern: str) -> None:
+    for given in (pattern, f"{home}/{pattern}"):
+        assert [file.relative_to(home) if file.is_absolute() else file for file in matching(given).files] == [
+            Path("d/c/[e]/a.x")
+        ]
+    assert matching("d/[bc]/*/a.x").files == [Path("d/c/[e]/a.x")]
+    assert fixed_part("d/c/[e]/*.x") == Path("d/c/[e]")
+
+
 def test_links_that_lead_back(home: Path) -> None:
     for name in ("b/up", "b/again", "b/c/up", "d/other"):
         (home / name).symlink_to(home / "b" if name.startswith("d") else home)
