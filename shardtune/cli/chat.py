@@ -81,7 +81,7 @@ def _question(line: bytes, file: Path, number: int) -> Question:
         images = row.get("images") or row.get("image") or []
         images = images if isinstance(images, list) else [images]
         prompt = found.prompt
-        if found.answer is not None and not isinstance(prompt, str):  # a row of training
+        if not isinstance(prompt, str):
             prompt = with_places(prompt, images)
         given = read_arguments(row.get(ARGUMENTS))
     except RowError as error:

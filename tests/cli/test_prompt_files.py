@@ -44,8 +44,15 @@ def test_listed_images_without_places_go_where_training_has_them(tmp_path: Path)
     row = {"messages": [ASKED, ANSWERED, ASKED, ANSWERED], "image": "a.png"}
     write_rows(file, [row, {**row, "messages": row["messages"][:3]}])
     answered, open_ended = read_prompts(file)
-    assert answered.prompt == [{**ASKED, "content": "<image>Q"}, ANSWERED, ASKED]
-    assert open_ended.prompt == [ASKED, ANSWERED, ASKED]
+    assert answered.prompt == open_ended.prompt == [{**ASKED, "content": "<image>Q"}, ANSWERED, ASKED]
+
+
+def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "Q"}\n{"prompt": "Q", "id": 1, "id": 2}\n')
+    with pytest.raises(DataError, match="the key 'id' is there twice, with different values") as told:
+        read_prompts(file)
+    assert (told.value.where, told.value.remedy) == (f"{file}:2", "leave one of them")
 
 
 def test_a_row_that_cannot_be_asked_is_named(tmp_path: Path) -> None:

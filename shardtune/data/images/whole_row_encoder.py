@@ -59,9 +59,9 @@ class WholeRowEncoder(ImageChatEncoder):
         *,
         template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Prompt:
-        turns, named = mark_images(messages, images)
+        chat, named = mark_images(messages, images)
         stored = self.read_images(named)
-        return self._prompt(self._prompt_text(replace(turns, arguments=template_kwargs), tools), stored)
+        return self._prompt(self._prompt_text(chat, tools, template_kwargs), stored)
 
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
         chat, named = mark_images([{"role": "user", "content": text}], images)

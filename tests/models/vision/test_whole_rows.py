@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from shardtune.batch import Prompt
 from shardtune.config import load_recipe
 from shardtune.data.encoder import RowDropped, RowError
+from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.images import ENDS
 from shardtune.data.images.whole_row_encoder import WholeRowEncoder
 from shardtune.data.images.whole_rows import WholeRows
@@ -175,6 +176,31 @@ def test_targets_are_found_in_what_the_processor_writes(tmp_path: Path) -> None:
     two = {"prompt": "<image><image>a", "completion": "b", "images": rows[1]["images"]}
     with pytest.raises(RowError, match="takes 1 per row"):
         beside.encode(two)
+
+
+@pytest.mark.parametrize("family", ["mllama", "paligemma"])
+def test_a_conversation_to_answer_is_the_prompt_of_a_row(family: str, tmp_path: Path) -> None:
+    """With the reasoning of earlier answers, which the template does not print."""
+    processor = make_processor(family)
+    images = applied_images(processor)
+    template = images.tokenizer.chat_template
+    if isinstance(images, WholeRows):
+        encoder: ImageChatEncoder = WholeRowEncoder(
+            images, template, thinking="keep", with_prompts=True, folder=tmp_path
+        )
+    else:
+        encoder = ImageChatEncoder(images, template, thinking="keep", with_prompts=True, folder=tmp_path)
+    file, rows = image_rows(tmp_path, 3, ROWS_OF_IMAGES[0 if family == "mllama" else 2])
+    earlier = 0
+    for row in rows:
+        *turns, answer = row["messages"]
+        turns = [{**turn, "reasoning": "look"} if turn["role"] == "assistant" else turn for turn in turns]
+        sample = encoder.at(file.parent).encode({**row, "messages": [*turns, answer]})
+        prompt = encoder.prompt(turns, None, [str(file.parent / image) for image in row["images"]])
+        assert sample.prompt_ids is not None
+        assert prompt.tokens.tolist() == sample.prompt_ids.tolist()
+        earlier += "look" in images.tokenizer.decode(prompt.tokens)
+    assert earlier or family == "paligemma"  # whose rows have one answer each
 
 
 def test_a_model_that_needs_an_image_has_no_rows_without(tmp_path: Path) -> None:
