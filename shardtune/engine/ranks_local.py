@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import cast
 
+from shardtune.engine.interrupts import held_interrupts
 from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, raise_failure
@@ -82,8 +83,16 @@ class LocalRanks(RemoteRanks):
 
     def _exchange(self, messages: Sequence[bytes]) -> list[Outcome]:
         """Send each rank its message, and wait for the replies."""
-        self._number += 1
         self.in_order = False
+        with held_interrupts():
+            self._send_all(messages)
+            self.in_order = True
+        found = self._wait(None)
+        assert found is not None
+        return found
+
+    def _send_all(self, messages: Sequence[bytes]) -> None:
+        self._number += 1
         self._replies = replies = _Replies({}, {}, {})
         for rank, (pipe, message) in enumerate(zip(self._pipes, messages, strict=True)):
             try:
@@ -92,10 +101,6 @@ class LocalRanks(RemoteRanks):
             except OSError:
                 replies.lost[rank] = self._how_it_ended(rank)
         replies.until = time.monotonic() + GRACE_SECONDS if replies.lost else None
-        self.in_order = True
-        found = self._wait(None)
-        assert found is not None
-        return found
 
     def _wait(self, seconds: float | None) -> list[Outcome] | None:
         replies, end = self._replies, None if seconds is None else time.monotonic() + seconds
@@ -107,9 +112,10 @@ class LocalRanks(RemoteRanks):
             if not ready:
                 return None
             self.in_order = False
-            for pipe in cast(list[Connection], ready):
-                self._read(pipe, replies)
-            self.in_order = True
+            with held_interrupts():
+                for pipe in cast(list[Connection], ready):
+                    self._read(pipe, replies)
+                self.in_order = True
         return self._judge(replies.found, replies.lost, sorted(replies.missing.values()))
 
     def _read(self, pipe: Connection, replies: _Replies) -> None:

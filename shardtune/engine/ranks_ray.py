@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shardtune.engine.call_watch import end_rank
+from shardtune.engine.interrupts import held_interrupts
 from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, raise_failure
@@ -91,7 +92,8 @@ class RayRanks(RemoteRanks):
                 actor.call(RayRank.join, replace(meeting, rank=rank, local_rank=0 if placement.gpus else rank))
                 for rank, actor in enumerate(self._actors)
             ]
-            failures = [outcome.failure for outcome in self._collect(joins) if outcome.failure is not None]
+            self._expect(joins)
+            failures = [outcome.failure for outcome in self._outcomes() if outcome.failure is not None]
             if failures:
                 raise_failure(failures)
         except BaseException:
@@ -117,22 +119,27 @@ class RayRanks(RemoteRanks):
 
     def _send(self, requests: Sequence[Request]) -> list[Outcome]:
         self.in_order = False
-        same = all(request is requests[0] for request in requests)
-        packed = [pack(requests[0])] if same else [pack(request) for request in requests]
-        _warn_if_large(sum(map(len, packed)), "sends", requests[0])
-        if same:
-            one = packed[0] if len(packed[0]) < 100_000 else ray_cluster.put(packed[0])
-            refs = [actor.call(RayRank.answer, one) for actor in self._actors]
-        else:
-            refs = [actor.call(RayRank.answer, each) for actor, each in zip(self._actors, packed, strict=True)]
-        outcomes = self._collect(refs)
+        with held_interrupts():
+            self._expect(self._submit(requests))
+        outcomes = self._outcomes()
         _warn_if_large(self._answers.size, "returns", requests[0])
         return outcomes
 
-    def _collect(self, refs: Sequence[ObjectRef[bytes]]) -> list[Outcome]:
-        """The outcomes; ranks that are still running some time after another has failed are killed."""
+    def _submit(self, requests: Sequence[Request]) -> list[ObjectRef[bytes]]:
+        same = all(request is requests[0] for request in requests)
+        packed = [pack(requests[0])] if same else [pack(request) for request in requests]
+        _warn_if_large(sum(map(len, packed)), "sends", requests[0])
+        if not same:
+            return [actor.call(RayRank.answer, each) for actor, each in zip(self._actors, packed, strict=True)]
+        one = packed[0] if len(packed[0]) < 100_000 else ray_cluster.put(packed[0])
+        return [actor.call(RayRank.answer, one) for actor in self._actors]
+
+    def _expect(self, refs: Sequence[ObjectRef[bytes]]) -> None:
         self._answers = _Answers({ref: rank for rank, ref in enumerate(refs)})
         self.in_order = True
+
+    def _outcomes(self) -> list[Outcome]:
+        """The outcomes; ranks that are still running some time after another has failed are killed."""
         found = self._wait(None)
         assert found is not None
         return found
