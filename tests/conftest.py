@@ -1,9 +1,11 @@
 """No test asks the network for anything, and none leaves a process group behind; processes start quickly."""
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -14,6 +16,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Processors have been met that divide four doubles at once with errors of 1e-10 now and then, where division of two is
 # exact (`shardtune env` looks for that). torch's plain kernels divide two, so a test fails by its own fault alone.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
+with contextlib.suppress(OSError):
+    # oneDNN, which computes convolutions and GELU, divides eight floats. With AVX-512 it is needed for bf16, which none
+    # of these processors has.
+    if "avx512f" not in Path("/proc/cpuinfo").read_text():
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "SSE41")
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's own name), or Ray's processes wait for those of all other tests
 LONGEST = (
     "tests/launch/ray/test_ranks.py",

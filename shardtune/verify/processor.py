@@ -1,8 +1,9 @@
 """Whether this machine's processors divide doubles exactly.
 
 Some do not: processors have been met that divide four doubles at once with errors of 1e-10, now and then and on some
-cores alone, while single divisions and everything else are exact. No comparison in fp64 holds on such a machine, and
-nothing else shows it (Dixit et al., Silent Data Corruptions at Scale, arXiv:2102.11245).
+cores alone, and eight floats in the last bit, while single divisions and everything else are exact. No comparison of
+bits or in fp64 holds on such a machine, and nothing else shows it (Dixit et al., Silent Data Corruptions at Scale,
+arXiv:2102.11245).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 
 NUMBERS = 4096
 REMEDY = (
-    "with ATEN_CPU_CAPABILITY=default in the environment torch divides fewer numbers at once, which was exact where "
-    "this was met; the machine should be replaced"
+    "with ATEN_CPU_CAPABILITY=default and ONEDNN_MAX_CPU_ISA=SSE41 in the environment torch divides fewer numbers at "
+    "once, which was exact where this was met; the machine should be replaced"
 )
 Divide = Callable[[float, torch.Tensor], torch.Tensor]
 
