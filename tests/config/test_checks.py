@@ -63,7 +63,6 @@ EVAL = "data.eval_data_paths=eval.jsonl"
             ["runner.early_stop.patience=2"],
             "runner.early_stop.patience has no effect without runner.early_stop.enabled",
         ),
-        (["runner.best.mode=max"], "runner.best.mode has no effect without runner.best.monitor"),
         (["runner.spike.factor=5"], "runner.spike.factor has no effect without runner.on_spike"),
         (["runner.on_spike=skip", "runner.spike.window=10"], "is less than runner.spike.warmup_steps (20)"),
         (["runner.on_nonfinite=stop", "runner.max_anomalies=3"], "where the first one ends the run"),

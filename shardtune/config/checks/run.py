@@ -95,7 +95,7 @@ def duration(context: Context) -> Iterator[ConfigError]:
 
 def watching(context: Context) -> Iterator[ConfigError]:
     runner = context.recipe.runner
-    early_stop, best = runner.early_stop, runner.best
+    early_stop = runner.early_stop
     # With `enabled: false` written, its settings are kept for another time.
     is_chosen = early_stop.enabled or context.given.given("runner.early_stop.enabled") is not None
     yield from context.idle(
@@ -103,12 +103,6 @@ def watching(context: Context) -> Iterator[ConfigError]:
         {} if is_chosen else early_stop.model_dump(exclude_defaults=True),
         "without runner.early_stop.enabled",
         "set runner.early_stop.enabled: true, or false to keep them for another time",
-    )
-    yield from context.idle(
-        "runner.best",
-        {} if best.monitor is not None else best.model_dump(exclude_defaults=True),
-        "without runner.best.monitor",
-        "name the metric that selects the best checkpoint in runner.best.monitor, or leave it out",
     )
     if runner.early_stop.enabled and runner.eval_interval == -1 and context.evaluates:
         yield context.problem(
