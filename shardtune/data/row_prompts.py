@@ -57,7 +57,9 @@ def read_row_prompt(row: Row) -> RowPrompt:
         before = _turns(row["prompt"], key)
         if "completion" not in keys:
             return _split(row, before, len(before), ("system", *keys))
-        return _split(row, [*before, *_turns(row["completion"], "completion")], len(before), ("system", *keys))
+        # Only the completion is trained, which an answer's weight says: its reasoning is not written before others.
+        read = [_untrained(turn) if role_of(turn) == "assistant" else turn for turn in before]
+        return _split(row, [*read, *_turns(row["completion"], "completion")], len(read), ("system", *keys))
     if "completion" not in keys:
         system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         user = {"role": "user", "content": row["prompt"]}
@@ -98,6 +100,10 @@ def _split(row: Row, turns: list[dict[str, Any]], least: int, keys: tuple[str, .
         role, content = ("from", "value") if "from" in turns[0] else ("role", "content")
         before.insert(0, {role: "system", content: row["system"]})
     return RowPrompt(before, _answer(turns[stop:]), keys)
+
+
+def _untrained(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {**{key: value for key, value in turn.items() if key != "weight"}, "loss_weight": 0}
 
 
 def _answer(turns: list[dict[str, Any]]) -> str | list[dict[str, Any]] | None:

@@ -49,6 +49,23 @@ def test_it_is_that_of_training_and_evaluation(row: dict[str, Any], encoder: Cha
     assert set(row) - {"question", "answer"} <= set(found.keys)
 
 
+@pytest.mark.parametrize("key", ["messages", "conversations", "prompt"])
+def test_the_reasoning_of_earlier_answers_is_that_of_training(key: str) -> None:
+    """That of a prompt beside a completion is not trained, and so not written."""
+    encoder = ChatEncoder(make_tokenizer(), CHATML, with_prompts=True, thinking="keep")
+    thought = {**(GPT if key == "conversations" else ANSWERED), "reasoning": "thought", "weight": 1}
+    asked = HUMAN if key == "conversations" else ASKED
+    turns = [asked, thought, asked]
+    rest = (
+        {key: turns, "completion": [ANSWERED]} if key == "prompt" else {key: [*turns, {**thought, "reasoning": None}]}
+    )
+    wanted, found = encoder.encode(rest), read_row_prompt(rest)
+    assert isinstance(found.prompt, list)
+    given = encoder.prompt(found.prompt).tokens
+    assert given.tolist() == wanted.prompt_ids.tolist()
+    assert ("thought" in encoder.tokenizer.decode(given)) is (key != "prompt")
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if "completion" not in row], ids=str)
 def test_it_is_the_same_without_the_answer(row: dict[str, Any]) -> None:
     bare = {key: value for key, value in row.items() if key not in ("output", "answer")}
