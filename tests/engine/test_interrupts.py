@@ -73,6 +73,27 @@ def _inside() -> object:
         return signal.getsignal(signal.SIGINT)
 
 
+def test_ranks_whose_answers_were_read_while_it_was_interrupted_live_on(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of an answer, which would leave the rest of it in the pipe."""
+    with TrainEngine(make(model, Patient)).build(data_parallel_size=2) as engine:
+        received = ranks_local.Connection.recv_bytes
+
+        def receive(pipe):
+            if not pressed:
+                pressed.append(True)
+                interrupt()
+            return received(pipe)
+
+        pressed: list[bool] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(ranks_local.Connection, "recv_bytes", receive)
+            with pytest.raises(KeyboardInterrupt):
+                engine.one()
+        assert engine.one() == [1, 1]
+
+
 def test_ranks_that_got_their_call_while_it_was_interrupted_live_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,6 +180,23 @@ def test_a_prompt_has_the_reasoning_that_training_shows_before_the_answer(
     assert len(seen) == (4 if written else 2)
 
 
+def test_a_prompt_ends_as_the_template_opens_answers(make_tokenizer: Any) -> None:
+    """And is the template's own where it renders what cannot be trained: here without the answer."""
+    tokenizer = make_tokenizer(eos_token="<|end|>")
+    opened = """
+{%- for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|><think>
+{% endif %}"""
+    asked = [turn("user", "Hi"), turn("assistant", "Hello!", reasoning_content="greet"), turn("user", "2+2?")]
+    for text, earlier in (
+        (opened, "<think>greet</think>Hello!"),
+        (opened.replace("m.content", "('said' if m.role == 'assistant' else m.content)"), "said"),
+    ):
+        prompt = ChatEncoder(tokenizer, text, thinking="keep").prompt(copy.deepcopy(asked)).tokens
+        shown = tokenizer.decode(prompt).replace("<think>\n", "<think>").replace("\n</think>\n\n", "</think>")
+        assert shown == f"<|user|>Hi<|end|><|assistant|>{earlier}<|end|><|user|>2+2?<|end|><|assistant|><think>"
+
+
 def test_another_name_and_another_format(make_tokenizer: Any, trained: Any) -> None:
     """As gpt-oss: the template reads `thinking`, and writes it as a block of its own."""
     tokenizer = make_tokenizer(eos_token="<|end|>")
