@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 from PIL import Image
@@ -15,7 +14,7 @@ from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import RowDropped, RowError
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.images import PROMPT_TEXT, ROW_TEXT, SUFFIX_START, StoredImage, to_fields
-from shardtune.data.images.rows import IMAGE_MARK, SHOWN_IMAGE, mark_images
+from shardtune.data.images.rows import IMAGE_MARK, SHOWN_IMAGE
 from shardtune.data.images.whole_rows import WholeRow, WholeRows
 from shardtune.data.messages import shown_question
 from shardtune.data.row_formats import Chat, Completion, Text
@@ -51,25 +50,9 @@ class WholeRowEncoder(ImageChatEncoder):
             number for number in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id) if isinstance(number, int)
         ]
 
-    def prompt(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[dict[str, object]] | None = None,
-        images: Sequence[object] = (),
-        *,
-        template_kwargs: Mapping[str, object] = MappingProxyType({}),
-    ) -> Prompt:
-        chat, named = mark_images(messages, images)
-        stored = self.read_images(named)
-        return self._prompt(self._prompt_text(chat, tools, template_kwargs), stored)
-
-    def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
-        chat, named = mark_images([{"role": "user", "content": text}], images)
-        whole = chat.messages[0]["content"].replace(IMAGE_MARK, self.images.image_token)
-        return self._prompt(whole, self.read_images(named))
-
-    def _prompt(self, text: str, stored: Sequence[StoredImage]) -> Prompt:
-        return Prompt(self._prompt_tokens(text, stored), {**to_fields(stored, len(stored)), **_texts("", -1, text)})
+    def _prompt(self, text: str, images: Sequence[StoredImage], *, is_plain: bool = False) -> Prompt:
+        # Its processor writes the begin token.
+        return Prompt(self._prompt_tokens(text, images), {**to_fields(images, len(images)), **_texts("", -1, text)})
 
     def _row(self, text: str, images: Sequence[StoredImage], suffix_start: int | None = None) -> WholeRow:
         self.images.expand(text, [image.size for image in images])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tokenizers import processors
 
 from shardtune.batch import Sample
 from shardtune.data.encoder import LengthLimit, RowDropped, RowError
@@ -217,6 +218,23 @@ def test_prompts_end_where_the_answer_begins(family: str, folder: Path) -> None:
     assert sample.fields[PROMPT_IMAGES] == 3
     opened = maker.prompt([turn("user", [{"type": "image", "path": "green.png"}, "?"])])
     assert len(from_fields(opened.fields)) == opened.fields[PROMPT_IMAGES] == 1
+
+
+def test_plain_prompts_are_those_of_rows(folder: Path) -> None:
+    """With the begin token of a tokenizer that puts one before a text by itself."""
+    maker = encoder("llava", folder, with_prompts=True)
+    plain = maker.text_prompt("<image>What?", ["red.png"])
+    begin, number = "<|im_start|>", maker.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    maker = encoder("llava", folder, with_prompts=True)
+    maker.tokenizer.bos_token = begin
+    maker.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, number)]
+    )
+    row = {"prompt": "<image>What?", "completion": " A cat.", "images": ["red.png"]}
+    sample, opened = maker.encode(row), maker.text_prompt("<image>What?", ["red.png"])
+    assert sample.prompt_ids is not None
+    assert opened.tokens.tolist() == sample.prompt_ids.tolist() == [number, *plain.tokens.tolist()]
+    assert opened.fields[PROMPT_IMAGES] == 1
 
 
 # -- templates as they are published -------------------------------------------------------------------------------
