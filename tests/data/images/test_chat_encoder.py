@@ -225,7 +225,8 @@ def test_plain_prompts_are_those_of_rows(folder: Path) -> None:
     maker = encoder("llava", folder, with_prompts=True)
     plain = maker.text_prompt("<image>What?", ["red.png"])
     begin, number = "<|im_start|>", maker.tokenizer.convert_tokens_to_ids("<|im_start|>")
-    maker = encoder("llava", folder, with_prompts=True)
+    images = ImageText(copy.deepcopy(FAMILIES["llava"]()[1]))  # of which all tests share one
+    maker = ImageChatEncoder(images, None, max_length=4096, folder=folder, with_prompts=True)
     maker.tokenizer.bos_token = begin
     maker.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A", special_tokens=[(begin, number)]
