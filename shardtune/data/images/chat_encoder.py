@@ -206,15 +206,15 @@ class ImageChatEncoder(ChatEncoder):
         """
         chat, named = mark_images(messages, images)
         stored = self.read_images(named)
-        return self._prompt(self._prompt_text(chat, tools, template_kwargs), stored)
+        return self._made_prompt(self._prompt_text(chat, tools, template_kwargs), stored)
 
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
         """A text with images to continue, its images as for `prompt`."""
         chat, named = mark_images([{"role": "user", "content": text}], images)
         whole = chat.messages[0]["content"].replace(IMAGE_MARK, self.images.image_token)
-        return self._prompt(whole, self.read_images(named), is_plain=True)
+        return self._made_prompt(whole, self.read_images(named), is_plain=True)
 
-    def _prompt(self, text: str, images: Sequence[StoredImage], *, is_plain: bool = False) -> Prompt:
+    def _made_prompt(self, text: str, images: Sequence[StoredImage], *, is_plain: bool = False) -> Prompt:
         """A text with image tokens as a prompt; one that no template has rendered gets the begin token."""
         tokens = self._tokens(self._expand(text, images).text)[0]
         return Prompt(self._opened(tokens) if is_plain else tokens, to_fields(images, len(images)))

@@ -50,7 +50,7 @@ class WholeRowEncoder(ImageChatEncoder):
             number for number in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id) if isinstance(number, int)
         ]
 
-    def _prompt(self, text: str, images: Sequence[StoredImage], *, is_plain: bool = False) -> Prompt:
+    def _made_prompt(self, text: str, images: Sequence[StoredImage], *, is_plain: bool = False) -> Prompt:
         # Its processor writes the begin token.
         return Prompt(self._prompt_tokens(text, images), {**to_fields(images, len(images)), **_texts("", -1, text)})
 
