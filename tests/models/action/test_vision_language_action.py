@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import shardtune
 from shardtune.config import load_recipe
 from shardtune.data.encoder import RowError
-from shardtune.data.images.chat_encoder import IMAGE_STOP
+from shardtune.data.images.chat_encoder import IMAGE_STOP, ImageChatEncoder
+from shardtune.data.images.images import PROMPT_IMAGES
 from shardtune.errors import ConfigError, DataError, ModelError
 from shardtune.models.action.encoder import PADDED, as_stored
 from shardtune.models.action.environment import Observation
@@ -172,6 +174,20 @@ def test_a_row_is_a_prompt_its_actions_and_an_end(folder: Path, kind: str) -> No
         inside = adapter.images.token_type_ids(sample.input_ids)
         assert inside[:stop].any()
         assert not inside[stop:].any()
+
+
+def test_it_answers_conversations_as_the_model_beneath(folder: Path) -> None:
+    """What a run of an action model generates from is a turn with its image, not an instruction."""
+    encoder = adapter_of(folder, "llava").encoder(with_prompts=False)
+    assert isinstance(encoder, ImageChatEncoder)
+    image = Image.new("RGB", (32, 32))
+    prompt = encoder.prompt([{"role": "user", "content": "<image>What is it?"}], None, [image])
+    text = str(encoder.tokenizer.decode(prompt.tokens))
+    assert text.endswith("What is it?<|im_end|>\n<|im_start|>assistant\n")
+    assert "action" not in text
+    plain = encoder.text_prompt("<image>It is", [image])
+    assert str(encoder.tokenizer.decode(plain.tokens)).endswith(">It is")
+    assert prompt.fields[PROMPT_IMAGES] == plain.fields[PROMPT_IMAGES] == 1
 
 
 def test_steps_behind_the_end_are_no_targets(folder: Path) -> None:
