@@ -4,7 +4,9 @@ Numbers against fp64 on the CPU, every branch that runs on CUDA alone, throughpu
 and where the time of a step goes. Each part is a process of its own that ends within eight minutes; each check of it is
 a JSON line in `build/gpu/PART.jsonl`. What has a line is not computed again, so a second call continues, and a call
 ends by itself after `--minutes`. `--again` forgets the results of the named parts. `--save` writes the tables into
-docs/benchmarks.md. On a CPU: `--device cpu --small`, for a trial of the bench itself. Exit code 1 where a check failed.
+docs/benchmarks.md. Checks of the parts branches, numbers and memory need no GPU of their own: calls with different
+`--folder`s and a `--match` each may run side by side, and their lines be joined. On a CPU: `--device cpu --small`, for
+a trial of the bench itself. Exit code 1 where a check failed.
 
 It uses whichever of TRL, Liger, flash-attn, bitsandbytes and torchao can be imported, and lists the others as missing.
 """
@@ -30,7 +32,7 @@ from results import write_section  # noqa: E402
 
 PART_SECONDS = 480.0
 """Of a part's process, after which the check that it is in has failed."""
-NEEDED_SECONDS = 45.0
+NEEDED_SECONDS = 30.0
 """No part is begun with less time left than this."""
 
 
@@ -65,6 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="the parts, and how much of each is done")
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="NAME")
+    parser.add_argument("--match", default="", metavar="REGEX", help="only checks whose names contain it")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="tiny shapes and few steps: a trial of the bench")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu")
@@ -74,7 +77,7 @@ def main() -> int:
     parser.add_argument("--inside", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    setting = Setting(arguments.device, arguments.small, arguments.folder.resolve())
+    setting = Setting(arguments.device, arguments.small, arguments.folder.resolve(), arguments.match)
     setting.folder.mkdir(parents=True, exist_ok=True)
     if arguments.inside:
         compute(PARTS[arguments.inside], Records(setting.folder, arguments.inside), setting, arguments.until)

@@ -1,11 +1,12 @@
 """One contender in a process of its own: `python -m gpu_parts.contender NAME CASE.json`.
 
-It trains a case and takes turns: after its first steps, and then after each turn, it prints what it measured and waits
-for a line on its standard input.
+It imports what it needs, waits for a line on its standard input, and trains a case in turns: after its first steps, and
+then after each turn, it prints what it measured and waits for a line.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -17,11 +18,17 @@ from typing import Any
 import torch
 
 from gpu_parts.records import Setting
-from gpu_parts.shapes import Case, checkpointed, config_of, recipe_of, save_rows, save_shape
+from gpu_parts.shapes import MICRO_BATCHES, Case, checkpointed, config_of, recipe_of, save_rows, save_shape
 
-CONTENDERS = ("shardtune", "shardtune compiled", "TRL", "TRL with Liger", "TRL with FlashAttention")
-NEEDED = {"TRL": ("trl",), "TRL with Liger": ("trl", "liger_kernel"), "TRL with FlashAttention": ("trl", "flash_attn")}
-WARM = 3
+CONTENDERS = (
+    "shardtune", "shardtune, fused by torch", "shardtune with Liger", "shardtune compiled", "TRL", "TRL with Liger",
+    "TRL with FlashAttention",
+)  # fmt: skip
+NEEDED = {
+    "shardtune with Liger": ("liger_kernel",), "TRL": ("trl",), "TRL with Liger": ("trl", "liger_kernel"),
+    "TRL with FlashAttention": ("trl", "flash_attn"),
+}  # fmt: skip
+WARM = 2
 """Steps before the first turn."""
 
 
@@ -103,7 +110,8 @@ def run_trl(case: Case, setting: Setting, turns: Turns, attention: str | None = 
         output_dir=str(setting.work("trl")), bf16=True, use_cpu=setting.device == "cpu", num_train_epochs=10_000,
         save_strategy="no", report_to="none", disable_tqdm=True, max_length=case.length, learning_rate=1e-5,
         lr_scheduler_type="constant", packing=True, per_device_train_batch_size=1, optim="adamw_torch_fused",
-        gradient_checkpointing=checkpointed(case), logging_steps=1000, dataloader_pin_memory=True, **options,
+        gradient_accumulation_steps=MICRO_BATCHES, gradient_checkpointing=checkpointed(case), logging_steps=1000,
+        dataloader_pin_memory=True, **options,
     )  # fmt: skip
     trainer = Counting(
         model=model, args=arguments, train_dataset=Dataset.from_list([json.loads(row) for row in rows]),
@@ -115,6 +123,8 @@ def run_trl(case: Case, setting: Setting, turns: Turns, attention: str | None = 
 
 RUN: dict[str, Callable[[Case, Setting, Turns], None]] = {
     "shardtune": run_shardtune,
+    "shardtune, fused by torch": lambda *given: run_shardtune(*given, actor__model__kernels={"source": "torch"}),
+    "shardtune with Liger": lambda *given: run_shardtune(*given, actor__model__kernels={"source": "liger"}),
     "shardtune compiled": lambda *given: run_shardtune(*given, actor__model__compile=True),
     "TRL": run_trl,
     "TRL with Liger": lambda *given: run_trl(*given, use_liger_kernel=True),
@@ -124,6 +134,10 @@ RUN: dict[str, Callable[[Case, Setting, Turns], None]] = {
 
 def main() -> None:
     name, file = sys.argv[1:]
+    for module in ("trl", "peft") if name.startswith("TRL") else ("shardtune.training.worker.adapter_worker",):
+        importlib.import_module(module)
+    if not sys.stdin.readline().strip():  # the others may still have the GPU
+        return
     given = json.loads(Path(file).read_text())
     case, setting = Case(**given["case"]), Setting(given["device"], given["small"], Path(given["folder"]))
     RUN[name](case, setting, Turns(setting, given["steps"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +24,18 @@ class Setting:
         device: cuda or cpu.
         small: tiny shapes.
         folder: of the results, which are small; models and rows of the runs are beside it, in `FOLDER-work`.
+        match: a regular expression that a check's name contains; others are left out.
     """
 
     device: str
     small: bool
     folder: Path
+    match: str = ""
 
     def words(self) -> list[str]:
         """The same as arguments of the command."""
-        return ["--device", self.device, "--folder", str(self.folder), *(["--small"] if self.small else [])]
+        words = ["--device", self.device, "--folder", str(self.folder), "--match", self.match]
+        return [*words, *(["--small"] if self.small else [])]
 
     def work(self, *names: str) -> Path:
         """A folder for files, which is made."""
@@ -72,8 +76,11 @@ class Part:
     heads: Sequence[str] = ("value", "limit")
     words: str = ""
 
+    def chosen(self, setting: Setting) -> list[Check]:
+        return [check for check in self.checks(setting) if re.search(setting.match, check.name)]
+
     def names(self, setting: Setting) -> list[str]:
-        return [check.name for check in self.checks(setting)]
+        return [check.name for check in self.chosen(setting)]
 
 
 class Records:
@@ -129,7 +136,7 @@ class Records:
 
 def compute(part: Part, records: Records, setting: Setting, until: float) -> None:
     """Run the checks that have no line yet, one after the other, as long as there is time."""
-    checks = {check.name: check for check in part.checks(setting)}
+    checks = {check.name: check for check in part.chosen(setting)}
     for name in records.pending(list(checks)):
         if time.time() + checks[name].seconds > until and not setting.small:
             return

@@ -17,6 +17,8 @@ from tests.support.vision import save_vision_model
 
 hf: Any = transformers
 ROWS = 512
+MICRO_BATCHES = 4
+"""Of a step: its tokens are those of so many full ones."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def save_rows(length: int, setting: Setting) -> Path:
 
 
 def recipe_of(case: Case, setting: Setting, **changes: Any) -> dict[str, Any]:
-    """The recipe of a case: a step is a micro-batch of about `length` tokens, in bf16.
+    """The recipe of a case in bf16: micro-batches of at most `length` tokens.
 
     Args:
         changes: dotted keys with `__` for the dots.
@@ -143,7 +145,8 @@ def recipe_of(case: Case, setting: Setting, **changes: Any) -> dict[str, Any]:
             },
         },
         "actor": {
-            "max_tokens_per_micro_batch": case.length, "global_batch_tokens": case.length, "model": model,
+            "micro_batch_size": None, "max_tokens_per_micro_batch": case.length,
+            "global_batch_tokens": MICRO_BATCHES * case.length, "model": model,
             "optim": {"lr": 1e-5, "lr_scheduler": "constant"},
         },
         "data": {

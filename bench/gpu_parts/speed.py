@@ -23,25 +23,27 @@ from gpu_parts.shapes import Case, config_of, lengths
 from shardtune.training.utilisation import Utilisation, peak_flops
 
 BENCH = Path(__file__).resolve().parent.parent
-STEPS, TURNS = 6, 3
+STEPS, TURNS = 2, 3
 START_SECONDS = 150.0
 
 
 def together(case: Case, setting: Setting) -> bool:
     """Whether all contenders fit on a GPU at the same time and take turns; otherwise they run in succession."""
-    small = case.model == "0.6B" or (case.model == "1.7B" and (case.lora or case.length <= 2048))
-    return small or setting.device == "cpu"
+    if setting.device == "cpu" or case.model == "0.6B" or (case.model == "1.7B" and case.lora):
+        return True
+    return case.lora and torch.cuda.get_device_properties(0).total_memory > 130e9
 
 
 class Contender:
-    """A contender's process, from the referee's side."""
+    """A contender's process, from the referee's side: it imports what it needs, builds its model, and takes turns."""
 
     def __init__(self, name: str, case: Case, setting: Setting) -> None:
         self.name, self.rates, self.peak = name, [], 0.0
         slug = f"{case}-{name}".replace(" ", "-")
         given = setting.work("contenders") / f"{slug}.json"
         facts = {"case": vars(case), "device": setting.device, "small": setting.small, "folder": str(setting.folder)}
-        given.write_text(json.dumps({**facts, "steps": 2 if setting.small else STEPS}))
+        steps = 1 if case.model in ("4B", "8B") else STEPS
+        given.write_text(json.dumps({**facts, "steps": 2 if setting.small else steps}))
         self._log = given.with_suffix(".log")
         path = os.pathsep.join([str(BENCH.parent), str(BENCH), os.environ.get("PYTHONPATH", "")])
         with self._log.open("w") as log:
@@ -49,12 +51,17 @@ class Contender:
                 [sys.executable, "-m", "gpu_parts.contender", name, str(given)], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "PYTHONPATH": path},
             )  # fmt: skip
+
+    def begin(self) -> None:
+        """Let it build its model and do its first steps, as soon as it has imported what it needs."""
+        self._go()
+
+    def ready(self) -> None:
+        """Wait for these."""
         self._answer(START_SECONDS)
 
     def turn(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
+        self._go()
         found = self._answer(START_SECONDS)
         self.rates.append(found["tokens"] / found["seconds"])
         self.peak = found["peak_gb"]
@@ -62,6 +69,11 @@ class Contender:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def _go(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
 
     def _answer(self, seconds: float) -> dict[str, float]:
         """Raises RuntimeError: it ended, or took longer."""
@@ -79,13 +91,31 @@ class Contender:
         raise RuntimeError(lines[-1][:160] if lines else f"no answer within {seconds:.0f} s")
 
 
-def _started(name: str, case: Case, setting: Setting) -> Contender | Facts:
-    if absent := missing(name):
-        return {"contender": name, "verdict": SKIP, "note": f"{', '.join(absent)} is missing"}
-    try:
-        return Contender(name, case, setting)
-    except RuntimeError as error:
-        return {"contender": name, "verdict": FAIL if name.startswith("shardtune") else SKIP, "note": str(error)}
+def _spawned(names: Sequence[str], case: Case, setting: Setting, lines: list[Facts]) -> list[Contender]:
+    """The processes of those that have the packages they need."""
+    spawned: list[Contender] = []
+    for name in names:
+        if absent := missing(name):
+            lines.append({"contender": name, "verdict": SKIP, "note": f"{', '.join(absent)} is missing"})
+        else:
+            spawned.append(Contender(name, case, setting))
+    return spawned
+
+
+def _started(contenders: Sequence[Contender], lines: list[Facts]) -> list[Contender]:
+    """Those of the contenders that have done their first steps, which they do side by side."""
+    running: list[Contender] = []
+    for contender in contenders:
+        contender.begin()
+    for contender in contenders:
+        try:
+            contender.ready()
+            running.append(contender)
+        except RuntimeError as error:
+            verdict = FAIL if contender.name.startswith("shardtune") else SKIP
+            lines.append({"contender": contender.name, "verdict": verdict, "note": str(error)})
+            contender.end()
+    return running
 
 
 def _turn(contender: Contender, lines: list[Facts]) -> bool:
@@ -103,14 +133,9 @@ def measure(setting: Setting, case: Case, names: Sequence[str]) -> list[Facts]:
     lines: list[Facts] = []
     turns = 1 if setting.small else TURNS
     done: list[Contender] = []
-    for group in [list(names)] if together(case, setting) else [[name] for name in names]:
-        running: list[Contender] = []
-        for name in group:
-            found = _started(name, case, setting)
-            if isinstance(found, Contender):
-                running.append(found)
-            else:
-                lines.append(found)
+    spawned = _spawned(names, case, setting, lines)
+    for group in [spawned] if together(case, setting) else [[each] for each in spawned]:
+        running = _started(group, lines)
         for _ in range(turns):
             running = [contender for contender in running if _turn(contender, lines)]
         for contender in running:
@@ -147,16 +172,16 @@ def _part(model: str, lora: bool) -> Part:
         sizes = (128,) if setting.small else (2048, 8192)
         names = ("shardtune", "TRL") if setting.small else CONTENDERS
         cases = [Case(model, lora, size) for size in sizes]
-        return [Check(str(case), partial(measure, case=case, names=names), 200.0) for case in cases]
+        return [Check(str(case), partial(measure, case=case, names=names), 100.0) for case in cases]
 
     way = "LoRA of rank 16 on all linear layers" if lora else "all weights trained"
     return Part(
         f"Throughput: {model}, {way}",
         checks,
         ("contender", "tokens/s", "MFU", "peak GB", "shardtune is faster by", "seconds"),
-        "Random weights and ragged rows of random tokens, packed, a micro-batch of one maximal length to a step; bf16 "
-        "with weights and states in fp32 (shardtune; 8B full: states in 8 bits), bf16 for all (TRL, packing, fused "
-        "AdamW). Medians of turns.",
+        "Random weights and ragged rows of random tokens, packed, four micro-batches of one maximal length to a step; "
+        "bf16 with weights and states in fp32 (shardtune; 8B full: states in 8 bits), bf16 for all (TRL, packing, "
+        "fused AdamW). Medians of turns.",
     )
 
 

@@ -239,9 +239,10 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor on a device; the CPU does not wait for a GPU's copy of it.
 
     Only from pinned memory does the GPU copy by itself, while the CPU goes on; torch keeps that memory until it has.
+    An expanded tensor, several of whose numbers are one in memory, cannot be pinned as it is.
     """
     if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
+        tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=True)
 
 

@@ -15,9 +15,9 @@ def version() -> None:
     shardtune --version
     ```
     """
-    from importlib.metadata import version as version_of
+    from shardtune.versions import installed_version
 
-    typer.echo(f"shardtune {version_of('shardtune')}")
+    typer.echo(f"shardtune {installed_version('shardtune')}")
 
 
 def env() -> None:

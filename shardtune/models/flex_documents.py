@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardtune.parallel.fp32_compute import computes_in_fp32
@@ -26,6 +26,8 @@ AGREEMENT = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-2}
 """Of the trial: differences relative to the largest value. fp32 is multiplied in TF32 where a user allows that."""
 TRIAL_TOKENS = 160
 """More than a block, and no multiple of one."""
+KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
+"""Not the one for few queries, which torch chooses for less than 128 tokens, and which has no way for some groups."""
 Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Soft"], torch.Tensor]
 """Query, key and value of one document [1, heads, tokens, size] to [1, heads, tokens, value_dim], with their scores."""
 
@@ -98,7 +100,7 @@ def by_blocks(
     grouped = query.shape[1] != key.shape[1]
     output, aux = kernel(
         query, key, value, score_mod=cap, block_mask=mask, scale=soft.scale, enable_gqa=grouped,
-        return_aux=AuxRequest(lse=True),
+        kernel_options=KERNEL, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     return output, aux.lse
 

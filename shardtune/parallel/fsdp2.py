@@ -34,6 +34,7 @@ from shardtune.parallel.torch_private import (
     initialise_root,
     is_at_rest,
     multiply_,
+    norms_of,
     without_hooks,
     without_modes,
 )
@@ -521,15 +522,18 @@ class Weights:
         each on 2 ranks, so each rank counts half of its square; a scalar is on all 4, so each counts a quarter.
         """
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        by_copies: dict[int, list[torch.Tensor]] = {}
+        alike: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and (grad := local(parameter.grad)).numel():
                 # On a CPU torch would convert all of what it is given.
                 whole = grad.device.type != "cpu" or grad.dtype == torch.float64 or not grad.is_contiguous()
                 pieces = [grad] if whole else grad.view(-1).split(_NORM_PIECE)
-                by_copies.setdefault(self._num_copies[name], []).extend(pieces)
-        for copies, grads in by_copies.items():
-            norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
+                alike.setdefault((self._num_copies[name], grad.device), []).extend(pieces)
+        for (copies, device), grads in alike.items():
+            if device.type == "cuda":  # without a copy of each gradient in fp64, which `vector_norm` makes
+                norms = torch.stack(norms_of(grads, dtype=torch.float64))
+            else:
+                norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
             square += (norms.square().sum() / copies).to(square.device, non_blocking=True)
         return square
 
@@ -566,8 +570,10 @@ def _keep_master(parameter: nn.Parameter, compute: torch.dtype) -> tuple[nn.Para
 
     def take_gradient(computed: torch.Tensor) -> None:
         assert computed.grad is not None
-        grad = computed.grad.to(master.dtype)
-        master.grad = grad if master.grad is None else master.grad.add_(grad)
+        if master.grad is None:
+            master.grad = computed.grad.to(master.dtype)
+        else:  # a GPU converts while it adds; a CPU is faster if that is done before
+            master.grad.add_(computed.grad if computed.grad.is_cuda else computed.grad.to(master.dtype))
         computed.grad = None
 
     hook = parameter.register_post_accumulate_grad_hook(take_gradient) if parameter.requires_grad else None

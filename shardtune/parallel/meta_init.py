@@ -16,7 +16,12 @@ from torch.utils import deterministic
 from shardtune.errors import ModelError
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.full_precision import full_precision_parameters
-from shardtune.parallel.torch_private import apply_to_tensors, own_persistent_buffers, set_parameter
+from shardtune.parallel.torch_private import (
+    apply_to_tensors,
+    offloaded_parameters,
+    own_persistent_buffers,
+    set_parameter,
+)
 
 
 @contextmanager
@@ -88,8 +93,8 @@ def materialise(
     """Gives every parameter and buffer under `root` memory on `device`, floating parameters in `dtype`.
 
     `root` is the outermost sharded module, which has to learn where its shards lie now. What is on the meta device gets
-    memory, not values; what is real keeps its values. Buffers keep their dtype, but for the statistics of norms, which
-    have that of the norms' parameters. Shared parameters stay shared.
+    memory, not values; what is real keeps its values. What FSDP2 offloads gets host memory. Buffers keep their dtype,
+    but for the statistics of norms, which have that of the norms' parameters. Shared parameters stay shared.
 
     Args:
         frozen: the dtype of parameters that are not trained, if it is another.
@@ -110,6 +115,7 @@ def materialise(
         )
     full = {id(parameter) for parameter in full_precision_parameters(root)}
     norms = statistical_norms(root).values()
+    offloaded = offloaded_parameters(root)
     statistics = {id(tensor) for norm in norms for tensor in (*norm.buffers(recurse=False), *norm.parameters())}
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,10 +128,11 @@ def materialise(
             and not (tensor.requires_grad or id(tensor) in full)
         ):
             target_dtype = frozen
+        place = torch.device("cpu") if id(tensor) in offloaded else device
         return (
-            torch.empty_like(tensor, dtype=target_dtype, device=device)
+            torch.empty_like(tensor, dtype=target_dtype, device=place)
             if tensor.is_meta
-            else tensor.to(device, target_dtype)
+            else tensor.to(place, target_dtype)
         )
 
     apply_to_tensors(root, allocate)

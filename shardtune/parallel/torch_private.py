@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import requires
 from types import CodeType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -241,6 +241,8 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 
 multiply_ = torch._foreach_mul_
 """Scales a list of tensors in place, with few kernels; the public optimizers and clipping do it this way."""
+norms_of = torch._foreach_norm
+"""The norms of a list of tensors, on a GPU in a dtype that they are not copied into; the public clipping uses it."""
 
 
 @contextmanager
@@ -401,6 +403,15 @@ def casts_inputs(code: CodeType) -> bool:
 def initialise_root(root: FSDPModule) -> None:
     """Let `root` be the root of the modules that FSDP2 shards in it; otherwise the first one that is called is."""
     root._get_fsdp_state()._lazy_init()
+
+
+def offloaded_parameters(root: nn.Module) -> set[int]:
+    """The `id`s of the parameters under `root` that FSDP2 keeps in host memory."""
+    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+    groups: list[Any] = []
+    for state in states:  # torch 2.11 has one group to a module
+        groups += vars(state).get("_fsdp_param_groups") or [group for group in [state._fsdp_param_group] if group]
+    return {id(each.sharded_param) for group in groups for each in group.fsdp_params if each.offload_to_cpu}
 
 
 def holds_gathered(module: FSDPModule) -> bool:

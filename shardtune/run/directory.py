@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import read_json, recover, write_json, write_text
@@ -43,6 +42,7 @@ from shardtune.run.identity import (
 from shardtune.run.own_paths import check_name, check_new, check_overwritten
 from shardtune.run.resume_check import LARGER, check_changes, has_grown
 from shardtune.training.loggers import METRICS_FILE
+from shardtune.versions import installed_version
 
 DROPPED_ROWS = "dropped_rows.jsonl"
 FROM_ENVIRONMENT = "values_from_environment"
@@ -425,7 +425,7 @@ def environment() -> dict[str, object]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
-        **{name: version(name) for name in packages},
+        **{name: installed_version(name) for name in packages},
         "git": _git(),
     }
 

@@ -195,7 +195,8 @@ def accumulate(
         with recomputing():
             objective(output, denominators, scale).backward()
         for name, loss in output.items():
-            totals[name] = totals[name].to(loss.total.device) + loss.total.detach().double()
+            # A GPU adds a scalar of the CPU to its own without being waited for; it would be to move the scalar.
+            totals[name] = totals[name] + loss.total.detach().double()
         for name, metric in beside.items():
             metrics[name] = metrics.get(name, Metric(0.0, 0.0)) + metric
     return Totals(totals, metrics)

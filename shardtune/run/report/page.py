@@ -8,7 +8,6 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 from shardtune.config.secrets import without_secrets
@@ -36,6 +35,7 @@ from shardtune.run.report.curves import Chart, read_charts
 from shardtune.run.status import duration
 from shardtune.run.stored_run import StoredRun
 from shardtune.run.verified import read_verified
+from shardtune.versions import installed_version
 
 GENERATOR = "shardtune report"
 """By which a page of ours is recognised."""
@@ -64,7 +64,9 @@ def page(runs: Sequence[StoredRun]) -> str:
     links = [element("a", title, href=f"#{title.lower()}") for title, _ in sections]
     parts = [element("section", element("h2", title, id=title.lower()), body) for title, body in sections]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    footer = f"Written by shardtune {version('shardtune')} on {made}. This page is one file and loads nothing."
+    footer = (
+        f"Written by shardtune {installed_version('shardtune')} on {made}. This page is one file and loads nothing."
+    )
     body = joined([_header(runs, name), element("nav", *links), element("main", *parts), element("footer", footer)])
     content = {"runs": [run.name for run in runs], "charts": [chart.to_json() for chart in charts]}
     return _document(cut(name), without_secrets(body), without_secrets(_json(content)))
