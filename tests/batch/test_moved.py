@@ -34,3 +34,12 @@ def test_a_gpu_copies_from_pinned_memory_without_a_wait() -> None:
         moved(torch.zeros(3), GPU)
         moved(torch.zeros(3), torch.device("cpu"))
     assert moves.calls == ["pinned", (GPU, {"non_blocking": True}), (torch.device("cpu"), {"non_blocking": True})]
+
+
+def test_an_expanded_tensor_is_pinned_with_memory_for_all_its_numbers() -> None:
+    """torch refuses to pin one whose numbers are one in memory, such as the masks of some processors."""
+    with Moves() as moves:
+        found = moved(torch.arange(3)[None].expand(2, 3), GPU)
+    assert moves.calls[0] == "pinned"
+    assert found.is_contiguous()
+    assert found.tolist() == [[0, 1, 2]] * 2

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardtune.batch import LossSum, Metric
 from shardtune.config.rank_layout import Layout
 from shardtune.parallel.fsdp2 import Weights, shard
+from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, lay_out
 from shardtune.training.step import optimizer_step
 from tests.support.dist.ranks import run_ranks
@@ -220,3 +221,24 @@ def test_the_norm_of_a_large_gradient_is_summed_in_fp64_without_a_copy_in_fp64(m
         assert weights.gradient_norm() == pytest.approx(expected, rel=1e-12)
         assert sum(sizes) == grad.numel()
     assert max(sizes) < 300_000
+
+
+def places(offload: bool) -> list[tuple[str, str]]:
+    """Where parameters and buffers lie that are allocated on the meta device, which stands for a GPU."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    shard(model, [model[0]], group(), "fp32", offload=offload)
+    materialise(model, dtype=torch.float32, device=torch.device("meta"))
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, whole(tensor).device.type if not tensor.is_meta else "meta") for name, tensor in tensors]
+
+
+def test_what_is_offloaded_gets_host_memory_at_once() -> None:
+    """On a GPU FSDP2 would otherwise hold it there and replace its memory, which torch refuses."""
+    for found in run_ranks(places, 2, True):
+        assert dict(found) == {
+            "0.weight": "cpu", "0.bias": "cpu", "1.weight": "cpu", "1.bias": "cpu", "1.running_mean": "meta",
+            "1.running_var": "meta", "1.num_batches_tracked": "meta",
+        }  # fmt: skip
+    for found in run_ranks(places, 2, False):
+        assert {place for _, place in found} == {"meta"}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardtune.batch import Batch, Metric, Sample
-from shardtune.config import Recipe
+from shardtune.config import ActorConfig, Recipe
 from shardtune.data.cache.by_file import TrainingRows, rows_to_show
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.loader.order import derive_seed
@@ -324,7 +324,28 @@ class AdapterTask(CachedRowsTask):
         packed = "rows end to end, each attends to itself alone (compared on two rows)"
         packed += ", filled up to a few sizes" if self.fills else ""
         summary = replace(summary, attention=packed if self.adapter.rows_share_forwards else f"{alone} per forward")
-        return token_counts(summary, self.training_rows(), self.adapter.token_term)
+        summary = token_counts(summary, self.training_rows(), self.adapter.token_term)
+        if self.adapter.rows_share_forwards and (note := _half_empty(summary, self.recipe.actor, self._ranks)):
+            summary = replace(summary, notes=[*summary.notes, note])
+        return summary
+
+
+def _half_empty(summary: RunSummary, actor: ActorConfig, ranks: Ranks) -> str:
+    """A sentence where the limit of rows leaves most of the tokens unused that the other limit allows; otherwise "".
+
+    Rows of 500 tokens and limits of 2 rows and 8,192 tokens make forwards of 1,000 tokens.
+    """
+    rows, most = actor.micro_batch_size, actor.max_tokens_per_micro_batch
+    if rows is None or most is None or not summary.rows or not summary.tokens:
+        return ""
+    length = summary.tokens / summary.rows
+    in_step = actor.global_batch_size or (actor.global_batch_tokens or 0) / length
+    if 2 * rows * length >= most or in_step <= rows * ranks.num_data_ranks:
+        return ""
+    return (
+        f"a forward pass has at most {rows} rows (actor.micro_batch_size), some {rows * length:,.0f} of the {most:,} "
+        "tokens that actor.max_tokens_per_micro_batch allows; actor.micro_batch_size: null leaves that limit alone"
+    )
 
 
 def _by_source(losses: SourceLosses, *arguments: Any, **settings: Any) -> Totals:

@@ -49,3 +49,26 @@ def test_micro_batches_are_filled_where_sizes_cost_and_nothing_counts_documents(
     assert ("filled up to a few sizes" in summary.attention) == filled
     assert any("nothing is filled" in note for note in summary.notes) == (wanted is True and not filled)
     run.release()
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"micro_batch_size": 2, "max_tokens_per_micro_batch": 4096}, "at most 2 rows (actor.micro_batch_size), some"),
+        ({"micro_batch_size": None, "max_tokens_per_micro_batch": 4096}, ""),
+        ({"micro_batch_size": 2}, ""),
+        ({"micro_batch_size": 2, "max_tokens_per_micro_batch": 64, "max_length": 64}, ""),
+        ({"micro_batch_size": 8, "max_tokens_per_micro_batch": 4096}, ""),  # all rows of a step are in one
+    ],
+)
+def test_a_limit_of_rows_that_leaves_forwards_half_empty_is_said(
+    limits: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    save_rows(rows := tmp_path / "rows.jsonl")
+    changes = {f"{'data' if key == 'max_length' else 'actor'}__{key}": value for key, value in limits.items()}
+    worker = SFTWorker(load_recipe(recipe(save_model("dense", tmp_path / "model"), rows, **changes)), report=quiet)
+    worker.setup()
+    notes = [note for note in worker.summary().notes if "micro_batch_size" in note]
+    worker.release()
+    assert (said in " ".join(notes)) if said else not notes
+    assert all("of the 4,096 tokens" in note for note in notes)
