@@ -69,7 +69,12 @@ def run_shardtune(case: Case, setting: Setting, turns: Turns, **changes: Any) ->
     worker = SFTWorker(load_recipe(recipe_of(case, setting, **changes)), report=quiet)
     worker.setup()
     while True:
-        turns.step_done(worker.run_training()["train/tokens"])
+        before, metrics = worker.step, worker.run_training()
+        if worker.step == before:
+            raise RuntimeError(
+                f"a step changed nothing: loss {metrics['train/loss']}, norm {metrics['train/grad_norm']}"
+            )
+        turns.step_done(metrics["train/tokens"])
 
 
 def own_attention(case: Case, setting: Setting) -> str:

@@ -50,6 +50,7 @@ def planned(setting: Setting, name: str) -> Facts:
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "400"}
     command = [sys.executable, "-m", "shardtune", "train", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    (setting.folder / f"memory-{slug}.log").write_text(done.stdout + done.stderr)
     found = LINE.search(done.stdout + done.stderr)
     if done.returncode or found is None:
         text = (done.stderr.strip() or done.stdout.strip()).splitlines()

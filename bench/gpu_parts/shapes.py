@@ -135,7 +135,8 @@ def recipe_of(case: Case, setting: Setting, **changes: Any) -> dict[str, Any]:
         "gradient_checkpointing": checkpointed(case),
     }  # fmt: skip
     if case.lora:
-        model |= {"is_lora": True, "lora": {"r": 16, "target_modules": "all-linear"}}
+        # Drawn at random, a base has values that bf16 lacks, and would be held in fp32 beside.
+        model |= {"is_lora": True, "lora": {"r": 16, "target_modules": "all-linear", "base_dtype": "bf16"}}
     made: dict[str, Any] = {
         "runner": {
             "max_steps": 10_000, "max_epochs": -1, "save_interval": -1, "device": setting.device,

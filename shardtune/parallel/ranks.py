@@ -108,8 +108,9 @@ class Ranks:
         if not given and self.mesh is None:
             return [float(value) for value in values]
         if given:
-            # `torch.tensor` with numbers would wait for the GPU, `torch.full` does not.
-            device = given[0].device
+            # `torch.tensor` with numbers would wait for the GPU, `torch.full` does not. What a GPU has stays there till
+            # all are read: a copy to the CPU that is not waited for would be read before it is done.
+            device = next((each.device for each in given if each.device.type != "cpu"), given[0].device)
             scalars = [
                 value.detach()
                 if isinstance(value, torch.Tensor)

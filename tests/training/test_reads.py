@@ -7,10 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from torch.overrides import TorchFunctionMode
 
 from shardtune.config import load_recipe
 from shardtune.models import packed_attention
+from shardtune.parallel.ranks import Ranks
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.training import quiet
 from tests.support.tiny_run import make_tiny
@@ -47,3 +50,11 @@ def test_a_step_reads_its_numbers_at_once(tmp_path: Path) -> None:
         worker.run_training()
     worker.release()
     assert counted.calls == {"tolist": 1}
+
+
+def test_what_a_gpu_has_is_not_copied_to_the_cpu_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that began on the CPU (a term that no micro-batch had) beside one on a GPU, for which "meta" stands."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: seen.append(tensor.device.type) or [0.0, 0.0])
+    Ranks(0, 1, torch.device("cpu")).sum([torch.zeros(()), torch.zeros((), device="meta")])
+    assert seen == ["meta"]

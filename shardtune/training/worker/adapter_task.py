@@ -31,6 +31,7 @@ from shardtune.models.adapter_contract import check_value_head
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.distillation import Distillation
 from shardtune.models.fast_parts.start import TOKENS, FastParts, fast_parts
+from shardtune.models.packing_probe import LONGEST
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.models.source_losses import SourceLosses
 from shardtune.models.tasks.task import Record, TaskRoot, TextTask
@@ -46,8 +47,12 @@ from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import ROW_DRAWS, Accumulate, Totals, accumulate
 from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.cached_rows import CachedRowsTask, EvaluationSet, token_counts
+from shardtune.training.worker.run_context import silent
 from shardtune.training.worker.task import Evaluated, Evaluation, UserMethods
 from shardtune.training.worker.user_task import UserSets
+
+LONG_WORK = 1e11
+"""Tokens times parameters: on a CPU some twenty seconds of comparing rows before training begins."""
 
 
 class AdapterTask(CachedRowsTask):
@@ -96,12 +101,17 @@ class AdapterTask(CachedRowsTask):
     def inner_model(self, model: nn.Module) -> nn.Module:
         return root_of(model).model
 
-    def probe_assumptions(self, model: nn.Module, device: torch.device) -> list[str]:
+    def probe_assumptions(
+        self, model: nn.Module, device: torch.device, report: Callable[[str], None] = silent
+    ) -> list[str]:
         """Verify the adapter's assumptions about the model on two real rows; if they fail, do without them."""
         samples, dtype = self._longest_rows(), COMPUTE_DTYPE[self.recipe.actor.model.precision]
         root = root_of(model)
         if not samples:
             return []
+        work = len(samples) * min(samples[0].length, LONGEST) * sum(each.numel() for each in root.model.parameters())
+        if device.type == "cpu" and isinstance(self.adapter, CausalLM) and work > LONG_WORK:
+            report("comparing how rows share a forward with the model's own forward, on two rows: on a CPU for minutes")
         if self._training and isinstance(root, LanguageRoot) and isinstance(self.adapter, CausalLM):
             self._fast_parts = fast_parts(root.model, self.recipe.actor.model)
         if self._fast_parts is None:

@@ -367,7 +367,11 @@ class FSDPSftWorker(ABC):
         self.model = self.state.model
         self._accumulate = with_report(self.task.accumulate, self.ranks, self.report, self._begin_plain_steps)
         self._forward = self.get_train_model_output
-        self.notes += [*context.notes, *self.state.notes, *self.task.probe_assumptions(self.model, self.device)]
+        self.notes += [
+            *context.notes,
+            *self.state.notes,
+            *self.task.probe_assumptions(self.model, self.device, self.report),
+        ]
         if training:
             self.notes += self.task.build_teacher(self.model, self.ranks, self.report)
         if self.tokenizer is None:

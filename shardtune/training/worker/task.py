@@ -19,6 +19,7 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.training.bad_rows import BadPart
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import Accumulate, accumulate
+from shardtune.training.worker.run_context import silent
 
 
 class DataPaths(list[str]):
@@ -134,7 +135,9 @@ class Task(ABC):
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         """Divide the inner model among the ranks that work on the same rows, before it is sharded."""
 
-    def probe_assumptions(self, model: nn.Module, device: torch.device) -> list[str]:
+    def probe_assumptions(
+        self, model: nn.Module, device: torch.device, report: Callable[[str], None] = silent
+    ) -> list[str]:
         """Verify the task's assumptions about the model, once its weights are loaded; returns notes."""
         return []
 

@@ -20,7 +20,9 @@ from transformers import BertConfig, BertForSequenceClassification
 from shardtune import Adapter, Batch, FSDPSftWorker, LossSum, Sample, WholeStepAdapter, init_empty_weights
 from shardtune.config import load_recipe
 from shardtune.errors import ModelError
+from shardtune.training.worker import adapter_task
 from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.dist import training
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import quiet, whole
 
@@ -300,3 +302,18 @@ def test_weights_that_build_reads_and_training_would_not_start_from_are_refused(
     values["actor"]["worker"] = f"{__file__}:Lost"
     with pytest.raises(ModelError, match=r"the weights that from_pretrained reads from .*one are lost"):
         Lost(load_recipe(values)).setup()
+
+
+@pytest.mark.parametrize(("work", "said"), [(1e3, True), (1e11, False)])
+def test_a_long_comparison_of_rows_is_announced(
+    work: float, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU it can take minutes before the first step."""
+    monkeypatch.setattr(adapter_task, "LONG_WORK", work)
+    training.save_rows(rows := tmp_path / "rows.jsonl")
+    values = training.recipe(training.save_model("dense", tmp_path / "model"), rows)
+    reports: list[str] = []
+    worker = SFTWorker(load_recipe(values), report=reports.append)
+    worker.setup()
+    worker.release()
+    assert any("comparing how rows share a forward" in report for report in reports) == said
