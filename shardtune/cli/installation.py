@@ -15,7 +15,7 @@ def version() -> None:
     shardtune --version
     ```
     """
-    from shardtune.versions import installed_version
+    from shardtune.run.versions import installed_version
 
     typer.echo(f"shardtune {installed_version('shardtune')}")
 

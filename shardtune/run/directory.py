@@ -41,8 +41,8 @@ from shardtune.run.identity import (
 )
 from shardtune.run.own_paths import check_name, check_new, check_overwritten
 from shardtune.run.resume_check import LARGER, check_changes, has_grown
+from shardtune.run.versions import installed_version
 from shardtune.training.loggers import METRICS_FILE
-from shardtune.versions import installed_version
 
 DROPPED_ROWS = "dropped_rows.jsonl"
 FROM_ENVIRONMENT = "values_from_environment"

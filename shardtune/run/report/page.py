@@ -35,7 +35,7 @@ from shardtune.run.report.curves import Chart, read_charts
 from shardtune.run.status import duration
 from shardtune.run.stored_run import StoredRun
 from shardtune.run.verified import read_verified
-from shardtune.versions import installed_version
+from shardtune.run.versions import installed_version
 
 GENERATOR = "shardtune report"
 """By which a page of ours is recognised."""

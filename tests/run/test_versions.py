@@ -7,9 +7,9 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from shardtune.versions import installed_version
+from shardtune.run.versions import installed_version
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_package_without_metadata_has_no_version_and_is_no_error() -> None:
