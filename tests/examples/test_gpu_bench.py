@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +22,7 @@ def bench() -> Iterator[Any]:
     """Its modules, which import what lies beside them."""
     before = list(sys.path)
     sys.path.insert(0, str(ROOT / "bench"))
-    names = ("parts", "records", "tables", "branches", "costs", "contender")
+    names = ("parts", "records", "tables", "branches", "costs", "contender", "doubles")
     yield SimpleNamespace(**{name: importlib.import_module(f"gpu_parts.{name}") for name in names})
     sys.path[:] = before
 
@@ -97,3 +98,31 @@ def test_kernels_are_named_in_words(bench: Any) -> None:
     for kernel, words in names.items():
         assert bench.costs.kind_of(kernel).startswith(words)
     assert json.dumps(bench.contender.missing("TRL with Liger")).startswith("[")
+
+
+def test_doubles_stay_doubles_and_bytes_stay_bytes(bench: Any) -> None:
+    numbers = torch.linspace(0.0, 1.0, 6, dtype=torch.float64)
+    with bench.doubles.Doubles():
+        converted = [
+            numbers.float(),
+            numbers.to(torch.float32),
+            numbers.to(dtype=torch.float32),
+            torch.softmax(numbers, -1, dtype=torch.float32),
+            torch.nn.functional.softmax(numbers, dim=-1, dtype=torch.float32),
+        ]
+        seen = numbers.view(torch.float32)
+    assert {tensor.dtype for tensor in converted} == {torch.float64}
+    assert torch.equal(converted[0], numbers)
+    assert seen.dtype == torch.float32
+    assert len(seen) == 12
+    assert numbers.float().dtype == torch.float32
+
+
+def test_some_checks_of_a_part_are_chosen_by_their_names(bench: Any, tmp_path: Path) -> None:
+    records, calls = bench.records, []
+    checks = [records.Check(name, lambda _, name=name: calls.append(name) or {}) for name in ("0.6B", "8B", "8B LoRA")]
+    part, setting = records.Part("Some", lambda _: checks), records.Setting("cpu", False, tmp_path, "^8B")
+    assert part.names(setting) == ["8B", "8B LoRA"]
+    records.compute(part, records.Records(tmp_path, "some"), setting, time.time() + 1e6)
+    assert calls == ["8B", "8B LoRA"]
+    assert setting.words()[setting.words().index("--match") + 1] == "^8B"
