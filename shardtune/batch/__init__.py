@@ -242,7 +242,8 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     An expanded tensor, several of whose numbers are one in memory, cannot be pinned as it is.
     """
     if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.contiguous().pin_memory()
+        expanded = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+        tensor = (tensor.contiguous() if expanded else tensor).pin_memory()
     return tensor.to(device, non_blocking=True)
 
 

@@ -43,3 +43,10 @@ def test_an_expanded_tensor_is_pinned_with_memory_for_all_its_numbers() -> None:
     assert moves.calls[0] == "pinned"
     assert found.is_contiguous()
     assert found.tolist() == [[0, 1, 2]] * 2
+
+
+def test_other_tensors_keep_their_layout() -> None:
+    """Such as images whose channels come last."""
+    images = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    with Moves():
+        assert moved(images, GPU).stride() == images.stride()
