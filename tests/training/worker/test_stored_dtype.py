@@ -74,7 +74,7 @@ def test_new_rows_of_embeddings_and_subtracted_factors_are_not_rounded(
     model = saved_in(torch.bfloat16, tmp_path / "model")
     for changes in (
         {"actor__model__lora": {"init": "pissa", "r": 4}},
-        {"actor__tokenizer": {"new_tokens": ["<|new|>"]}},
+        {"actor__tokenizer": {"new_tokens": [f"<|new {number}|>" for number in range(300)]}},  # more than spare rows
     ):
         _, tensors = trained(model, rows, **changes)
         with monkeypatch.context() as patched:
