@@ -90,18 +90,6 @@ def stored_dtype(directory: Path) -> torch.dtype | None:
     return next((tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point), None)
 
 
-def holds_only(path: Path, dtype: torch.dtype) -> bool:
-    """Whether all numbers of the safetensors files of a directory, or of one file, are of a floating dtype; counters of
-    norms may be beside them."""
-    if not (path.suffix == ".safetensors" or any(path.glob("*.safetensors"))):
-        return False
-    try:
-        stored = {tensor.dtype for tensor in find_weights(path).values()}
-    except ModelError:
-        return False
-    return dtype in stored and stored <= {dtype, torch.int64, torch.bool}
-
-
 def has_weights(directory: Path) -> bool:
     """Whether a directory holds files of weights."""
     named = (directory / each for name in (_SAFETENSORS, _PICKLED) for each in (name, f"{name}.index.json"))

@@ -112,6 +112,20 @@ def read_example(row: Row, name: str | None = None) -> Example:
     return known.read(row)
 
 
+@dataclass(frozen=True, slots=True)
+class ChatTitle:
+    """Names rows that have one of these formats and may hold more: images.
+
+    Attributes:
+        name: of a row, raising `RowError` for one that cannot be used.
+    """
+
+    name: Callable[[Row], str]
+
+    def __call__(self, row: Row) -> str:
+        return self.name(row)
+
+
 def unread_keys(row: Row, name: str | None = None) -> list[str]:
     """The keys of a row that its format does not look at.
 

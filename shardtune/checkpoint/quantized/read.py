@@ -48,6 +48,26 @@ def dequantized_weights(
     return bitsandbytes_weights(stored, dtype), quantization
 
 
+def holds_only(path: Path, dtype: torch.dtype) -> bool:
+    """Whether all numbers of the safetensors files of a directory, or of one file, are of a floating dtype.
+
+    Counters of norms may be beside them. MXFP4, four bits and an exponent of two, is held by bf16 without rounding.
+    """
+    if not (path.suffix == ".safetensors" or any(path.glob("*.safetensors"))):
+        return False
+    try:
+        stored = {tensor.dtype for tensor in find_weights(path).values()}
+        quantization = quantization_of(path)
+    except ModelError:
+        return False
+    beside = {torch.int64, torch.bool}
+    if quantization is not None:
+        if quantization.format != MXFP4 or dtype != torch.bfloat16:
+            return False
+        beside.add(torch.uint8)
+    return dtype in stored and stored <= {dtype, *beside}
+
+
 def check_is_plain(source: WeightTensor, target: str) -> None:
     """Refuse a tensor of codes, without the rule by which they become values, for a weight.
 

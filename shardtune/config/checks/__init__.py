@@ -26,6 +26,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
         optimization.schedule,
         run.duration,
         evaluation.evaluation,
+        evaluation.idle,
         evaluation.harness,
         evaluation.episodes,
         run.watching,

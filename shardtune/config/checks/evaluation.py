@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from shardtune.config.checks.context import Context
 from shardtune.config.model_names import POLICIES, TASKS
@@ -37,6 +37,27 @@ def evaluation(context: Context) -> Iterator[ConfigError]:
             f"{key}: {as_written(value)} needs evaluation data, and there is none",
             "give data.eval_data_paths or data.eval_split",
         )
+
+
+ANSWERS = ("max_new_tokens", "temperature", "answer_pattern", "match", "num_samples")
+EPISODES = ("environment_options", "episodes", "episode_seed", "episodes_at_once", "videos", "video_format")
+
+
+def idle(context: Context) -> Iterator[ConfigError]:
+    """Settings of answers and of episodes without any; with `generate: false` or `environment: null` they are kept for
+    another time. A worker of the user's may read them for evaluations of its own."""
+    config = context.recipe.eval
+    if context.recipe.actor.worker is not None:
+        return
+    chosen = context.given.tree.get("eval")
+    settings = config.model_dump(exclude_defaults=True)
+    for switch, keys, remedy in (
+        ("generate", ANSWERS, "set it to true, or to false to keep them for another time"),
+        ("environment", EPISODES, "name one there, or set it to null to keep them for another time"),
+    ):
+        if not (isinstance(chosen, Mapping) and switch in chosen):
+            given = {key: settings[key] for key in keys if key in settings}
+            yield from context.idle("eval", given, f"without eval.{switch}", remedy)
 
 
 def harness(context: Context) -> Iterator[ConfigError]:

@@ -72,8 +72,8 @@ class LoraConfig(Section):
     )
     base_dtype: Literal["auto", "bf16", "nf4"] = key(
         "auto",
-        "The storage of the frozen weights; auto: the dtype of the trained ones; bf16: half of that; nf4: the linear "
-        "layers in four bits (QLoRA).",
+        "The storage of the frozen weights; auto: that of the computation where the base's files hold nothing else, "
+        "otherwise the dtype of the trained ones; bf16: half of that; nf4: the linear layers in four bits (QLoRA).",
     )
 
     FORMER_NAMES: ClassVar = {"adapter_path": "load_from"}

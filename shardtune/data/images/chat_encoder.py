@@ -23,7 +23,7 @@ from shardtune.data.images.images import IMAGE_STOP, SPANS, StoredImage, read_im
 from shardtune.data.images.placeholders import AppliedImages, Expanded
 from shardtune.data.images.rows import IMAGE_MARK, SHOWN_IMAGE, mark_images, read_image_row
 from shardtune.data.messages import shown_question
-from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Text, recognise
+from shardtune.data.row_formats import MEDIA_KEYS, Chat, ChatTitle, Completion, Text, recognise
 from shardtune.data.token_rows import Tokens
 from shardtune.errors import DataError
 
@@ -157,7 +157,7 @@ class ImageChatEncoder(ChatEncoder):
     @property
     def title(self) -> Callable[[Row], str]:
         """The format of a row, and whether it has images."""
-        return _title
+        return ChatTitle(_title)
 
     def read_images(self, named: Sequence[object]) -> list[StoredImage]:
         """The images of a row or of a prompt, see `read_image`. Raises `RowError` for one that cannot be used."""

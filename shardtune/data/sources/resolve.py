@@ -34,7 +34,15 @@ from shardtune.data.robot.recordings import (
 from shardtune.data.robot.representation import Representation
 from shardtune.data.robot.tables import read_frames
 from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
-from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns, unread_keys
+from shardtune.data.row_formats import (
+    FORMATS_BY_NAME,
+    ChatTitle,
+    in_format,
+    read_example,
+    recognise,
+    rename_columns,
+    unread_keys,
+)
 from shardtune.data.sources import hub
 from shardtune.data.sources.fingerprint import fingerprints, outline
 from shardtune.data.sources.found_files import files_below, fixed_part, matching, same_file
@@ -204,7 +212,8 @@ def resolve_sources(
             source = replace(source, representation=frames.representation.named(action_names(source)))
         title, row = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
         sources.append(replace(source, title=title))
-        keys = unread_keys(row, source.format) if name_format is None and frames is None else []
+        is_chat = frames is None and (name_format is None or isinstance(name_format, ChatTitle))
+        keys = unread_keys(row, source.format) if is_chat else []
         unread = f"; not read: {hub.some_of(keys, _SHOWN_KEYS)}" if keys else ""
         report(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label}){unread}")
         images = unread_images(files[0].path, source.columns) if files[0].kind == LEROBOT else []

@@ -53,7 +53,7 @@ class PeakComparison:
         now = resident()
         self._before = None if now is None else now - mapped_files()
         self._restarted = False
-        self._steps = 0
+        self._step = self._updates = 0
         self._measured = ""
         self._peak = 0.0
         self._process: subprocess.Popen[str] | None = None
@@ -62,13 +62,15 @@ class PeakComparison:
         """The run begins its steps: from now on the peak counts."""
         if self._worker.device.type == "cpu":
             self._restarted = restart_peak()
+        self._step = step
         self._observer.started(step, total_steps)
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._observer.stepped(step, metrics)
-        self._steps += 1
-        if self._steps == STEPS:
+        self._updates += step != self._step  # one that changes nothing makes no states of the optimizer either
+        if step != self._step and self._updates == STEPS:
             self._measure()
+        self._step = step
         if self._process is not None and self._process.poll() is not None:
             self._show()
 

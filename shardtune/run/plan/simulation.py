@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardtune.batch import Batch, PackedBatch
-from shardtune.checkpoint.weight_files import stored_dtype
+from shardtune.checkpoint.quantized.read import holds_only
+from shardtune.checkpoint.quantized.scheme import MXFP4, quantization_of
+from shardtune.checkpoint.weight_files import has_weights, stored_dtype
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.models.adapter import Adapter, AdapterRoot, WeightSource, WholeStepAdapter
@@ -33,7 +36,7 @@ from shardtune.run.plan.known_shapes import KnownShapes
 from shardtune.run.plan.layer_stacks import Stack, cut, stacks_of
 from shardtune.run.plan.ledger import CPU, GATHERED, Ledger, as_on_cuda
 from shardtune.run.plan.timeline import Change, fullest
-from shardtune.training.build.lora import adapt, frozen_dtype
+from shardtune.training.build.lora import adapt, frozen_dtype, keeps_base
 from shardtune.training.build.model import build_empty, freeze
 from shardtune.training.build.teacher import ShardedTeacher
 from shardtune.training.step import Accumulate, accumulate
@@ -266,10 +269,13 @@ class _Step:
             experts=parallel.experts,
             offload=actor.fsdp_config.cpu_offload,
         )
-        exact = _stored_dtype(recipe) == COMPUTE_DTYPE[actor.model.precision]
+        compute = COMPUTE_DTYPE[actor.model.precision]
+        exact = _stored_dtype(recipe) == compute
+        narrow = exact and keeps_base(model, actor) and _holds_only(recipe, compute)
+        frozen = frozen_dtype(actor.model) or (compute if narrow else None)
         ledger = Ledger(exact=exact, known=self.known)
         with ledger.counting():
-            materialise(root, dtype=MASTER_DTYPE[actor.model.precision], device=CPU, frozen=frozen_dtype(actor.model))
+            materialise(root, dtype=MASTER_DTYPE[actor.model.precision], device=CPU, frozen=frozen)
             weights = hold(model, reduce_each=actor.fsdp_config.reduce == "every", partial=parallel.partial)
             ledger.label(model.parameters(), COPIES)
             ledger.label(weights.parameters.values(), WEIGHTS)
@@ -300,10 +306,22 @@ class _Step:
 
 
 def _stored_dtype(recipe: Recipe) -> torch.dtype | None:
-    """The dtype of the base model's weights, by its config.json or its files."""
+    """The dtype that holds most of the base model's weights, by its config.json or its files; None: fp32."""
+    directory = _directory(recipe)
+    quantization = None if directory is None else quantization_of(directory)
+    rounded = quantization is not None and quantization.format != MXFP4  # bf16 would round FP8 times its scale
+    return None if directory is None or rounded else stored_dtype(directory)
+
+
+def _holds_only(recipe: Recipe, dtype: torch.dtype) -> bool:
+    """Whether all of the base model's weights are of a dtype, as far as its files are here."""
+    directory = _directory(recipe)
+    return directory is not None and (not has_weights(directory) or holds_only(directory, dtype))
+
+
+def _directory(recipe: Recipe) -> Path | None:
     config = recipe.actor.model
-    directory = None if config.from_scratch else settings_directory(config.model_path)
-    return None if directory is None else stored_dtype(directory)
+    return None if config.from_scratch else settings_directory(config.model_path)
 
 
 def count_parameters(model: nn.Module) -> Parameters:

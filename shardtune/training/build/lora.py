@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardtune.checkpoint.hf_load import MayLack, lacking_weights
 from shardtune.checkpoint.module_weights import in_files
 from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
-from shardtune.config import LoraConfig, ModelConfig, Recipe
+from shardtune.config import ActorConfig, LoraConfig, ModelConfig, Recipe
 from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import WeightSource
@@ -184,6 +184,11 @@ def frozen_dtype(config: ModelConfig) -> torch.dtype | None:
     if not config.is_lora or config.lora.base_dtype == "auto":
         return None
     return COMPUTE_DTYPE[config.precision]
+
+
+def keeps_base(model: nn.Module, actor: ActorConfig) -> bool:
+    """Whether a model has an adapter over the weights of its files as they are: none is changed, no row is added."""
+    return is_adapted(model) and not changes_base(model) and not actor.added_tokens
 
 
 def begin_adapter(model: nn.Module, config: ModelConfig, seed: int) -> None:

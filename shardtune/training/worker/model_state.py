@@ -19,6 +19,7 @@ from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.hf_save import (
     gather_full,
 )
+from shardtune.checkpoint.quantized.read import holds_only
 from shardtune.checkpoint.training_state import (
     STATE_FILE,
     load_training,
@@ -27,12 +28,10 @@ from shardtune.checkpoint.training_state import (
     save_training,
     training_bytes,
 )
-from shardtune.checkpoint.weight_files import holds_only
 from shardtune.config import Recipe
 from shardtune.errors import CheckpointError
 from shardtune.models.adapter import AdapterRoot, LanguageRoot, WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
-from shardtune.models.lora.init import changes_base
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.new_tokens import grow_embeddings
 from shardtune.optim.build import build_optimizer
@@ -43,7 +42,15 @@ from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.training.build.initial_weights import directory_of, seeded
-from shardtune.training.build.lora import adapt, begin_adapter, from_elsewhere, frozen_dtype, is_adapter, new_ids
+from shardtune.training.build.lora import (
+    adapt,
+    begin_adapter,
+    from_elsewhere,
+    frozen_dtype,
+    is_adapter,
+    keeps_base,
+    new_ids,
+)
 from shardtune.training.build.model import check_read_values, freeze, load_initial_weights, may_lack, share_values
 from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 from shardtune.training.step import LossScale
@@ -214,17 +221,17 @@ class ModelState:
         )
 
     def _stored_dtype(self, source: WeightSource) -> torch.dtype | None:
-        """The dtype of the computation, if a process alone loads an adapter's base from files that hold nothing else.
+        """The dtype of the computation, if an adapter's base is loaded from files that hold nothing else.
 
-        `Weights` gives frozen weights that dtype in any case where it loses nothing. Loaded so, they take half of the
-        memory of fp32 at no time.
+        Every forward rounds frozen weights to that dtype, which loses nothing then; held so, they take half of the
+        memory of fp32. Rank 0 reads the files' headers.
         """
         actor = self._recipe.actor
         dtype = COMPUTE_DTYPE[actor.model.precision]
-        unchanged = is_adapted(self.inner) and not changes_base(self.inner) and not actor.added_tokens
-        if self._ranks.mesh is not None or not unchanged or not isinstance(source, str | Path):
+        if not keeps_base(self.inner, actor) or not isinstance(source, str | Path):
             return None
-        return dtype if holds_only(directory_of(source), dtype) else None
+        fits = self._ranks.broadcast(self._ranks.is_main and holds_only(directory_of(source), dtype))
+        return dtype if fits else None
 
     def _new(self, missing: Sequence[str]) -> Collection[str]:
         return self._source.new_weights(self.inner, missing)

@@ -58,6 +58,19 @@ def test_paths_begin_at_the_folder_of_their_file(tmp_path: Path) -> None:
     assert grey(build([str(first), str(second)], tmp_path / "cache")) == [10, 20, 30, 40]
 
 
+def test_keys_that_no_format_of_images_reads_are_named(tmp_path: Path) -> None:
+    """As for rows of text; with a format of the recipe's the keys of other formats too."""
+    file = write_rows(tmp_path / "a", 10)
+    (row,) = map(json.loads, file.read_text().splitlines())
+    file.write_text(json.dumps({**row, "id": 7, "caption": "A square.", "text": "Grey."}) + "\n")
+    title, said = ImageChatEncoder(ImageText(FAMILIES["llava"]()[1]), TEMPLATE).title, list[str]()
+    for spec in (str(file), {"path": str(file), "format": "question_answer"}):
+        resolve_sources(spec, Data(tmp_path / "cache"), name_format=title, report=said.append)
+    assert all("question/answer with images, 1 file" in line for line in said)
+    assert all(line.endswith("; not read: id, caption, text") for line in said)
+    assert len(said) == 2
+
+
 def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second time no image is opened, whichever process asks and from wherever."""
     file = write_rows(tmp_path / "a", 10, 20)

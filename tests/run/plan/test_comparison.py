@@ -77,6 +77,17 @@ def test_after_the_second_step_measured_and_planned_are_one_line(
     ]
 
 
+def test_a_step_that_changes_nothing_does_not_count(tmp_path: Path) -> None:
+    """Nor one of a run that goes on: there are no states of the optimizer yet, or one step has had them."""
+    for numbers, lines in (([7, 7, 8], 0), ([7, 8, 8, 9], 1), ([8, 7, 8], 1)):
+        found, shown = compared(tmp_path, parameters=LEAST - 1)
+        found.started(7, 20)
+        for number in numbers:
+            found.stepped(number, {})
+        found.close()
+        assert len(shown.lines) == lines, numbers
+
+
 def test_a_run_of_one_step_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "module_command", lambda *_: pytest.fail("a plan was started"))
     found, shown = compared(tmp_path)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from shardtune.models.loss import LOGITS_PER_CHUNK, chunk_rows
@@ -18,6 +21,7 @@ from shardtune.run.plan.plan import Planner, planner
 from shardtune.run.plan.simulation import MOMENTS, WEIGHTS
 from shardtune.run.plan.timeline import fullest
 from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.quantized import FP8_SETTINGS
 from tests.support.tiny_run import Tiny, make_tiny
 from tests.support.tiny_tasks import rows, save_encoder, write
 
@@ -115,6 +119,33 @@ def test_several_ranks_need_not_exist(tiny: Tiny) -> None:
     assert both.memory is not None
     assert not both.notes
     assert both.memory[WEIGHTS] == pytest.approx(plan.memory[WEIGHTS], rel=0.05)
+
+
+@pytest.mark.lengthy
+def test_a_base_is_planned_in_the_dtype_of_its_files(tiny: Tiny, tmp_path: Path) -> None:
+    """Shards of bf16 where all files are, or a config alone says so; of fp32 where FP8 with scales in fp32 is read."""
+    stored = load_file(tiny.folder / "model" / "model.safetensors")
+    config = json.loads((tiny.folder / "model" / "config.json").read_text())
+    copies = {name: tmp_path / name for name in ("fp32", "bf16", "config", "quantised")}
+    for name, folder in copies.items():
+        shutil.copytree(tiny.folder / "model", folder)
+        named = {"dtype": "float32" if name == "fp32" else "bfloat16"}
+        if name == "quantised":
+            named["quantization_config"] = FP8_SETTINGS
+        (folder / "config.json").write_text(json.dumps({**config, **named}))
+        if name == "bf16":
+            halves = {key: tensor.bfloat16() for key, tensor in stored.items()}
+            save_file(halves, folder / "model.safetensors", {"format": "pt"})
+        elif name != "fp32":
+            (folder / "model.safetensors").unlink()
+    changes = ("model.is_lora=true", "model.lora.r=1")
+    found = {
+        name: plans(tiny, f"model.model_path={folder}", *changes, ranks=2).plan().memory
+        for name, folder in copies.items()
+    }
+    weights = {name: memory[WEIGHTS] for name, memory in found.items() if memory is not None}
+    assert weights["bf16"] == weights["config"] == pytest.approx(weights["fp32"] / 2, rel=0.05)
+    assert weights["quantised"] == weights["fp32"]
 
 
 @pytest.mark.lengthy

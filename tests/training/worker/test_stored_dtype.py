@@ -1,4 +1,4 @@
-"""A process alone loads an adapter's base as its files have it, where that is the dtype of the computation."""
+"""An adapter's base is loaded as its files have it, where that is the dtype of the computation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardtune.checkpoint.quantized.read import holds_only
 from shardtune.config import load_recipe
 from shardtune.parallel import fsdp2
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.model_state import ModelState
-from tests.support.dist.training import quiet, recipe, save_model, save_rows
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import make_tokenizer, quiet, recipe, save_model, save_rows, whole
+from tests.support.quantized import FP8_SETTINGS, INT8_SETTINGS, Coder, fp8, gpt_oss_config, int8, recode, save_mxfp4
 
 LORA = {"actor__model__is_lora": True, "actor__model__precision": "bf16"}
 
@@ -83,3 +86,68 @@ def test_new_rows_of_embeddings_and_subtracted_factors_are_not_rounded(
         for name, tensor in tensors.items():
             assert tensor.dtype == others[name].dtype, name
             assert torch.equal(tensor, others[name]), name
+
+
+def on_ranks(model: Path, rows: Path, changes: dict[str, Any]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Losses and whole tensors with what is stored in bf16 held so, and with all of it held in fp32."""
+    found = []
+    with pytest.MonkeyPatch.context() as patched:
+        for _ in range(2):
+            losses, tensors = trained(model, rows, **changes)
+            found.append((losses, {name: whole(tensor) for name, tensor in tensors.items()}))
+            patched.setattr(ModelState, "_stored_dtype", lambda *_: None)
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"actor__training_backend": "fsdp1"}, marks=pytest.mark.slow),
+        pytest.param({"actor__fsdp_config__cpu_offload": True}, marks=pytest.mark.slow),
+        pytest.param({"actor__parallel__tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_shards_in_bf16_give_the_bits_of_shards_in_fp32(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Which every forward gathers in bf16."""
+    save_rows(rows := tmp_path / "rows.jsonl")
+    model = saved_in(torch.bfloat16, tmp_path / "model")
+    for (losses, tensors), (wanted, others) in run_ranks(on_ranks, 2, model, rows, changes):
+        assert losses == wanted
+        for name, other in others.items():
+            assert other.dtype == torch.float32
+            assert tensors[name].dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
+            assert torch.equal(tensors[name].float(), other), name
+
+
+def test_a_tensor_in_fp32_keeps_the_shards_of_all_in_fp32(tmp_path: Path) -> None:
+    save_rows(rows := tmp_path / "rows.jsonl")
+    model = saved_in(torch.bfloat16, tmp_path / "model", "layers.0.input_layernorm")
+    for (losses, tensors), (wanted, others) in run_ranks(on_ranks, 2, model, rows, {}):
+        assert losses == wanted
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+        assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+
+
+def test_experts_in_mxfp4_are_held_in_bf16(tmp_path: Path) -> None:
+    """Four bits and an exponent of two: nothing is rounded."""
+    save_rows(rows := tmp_path / "rows.jsonl")
+    save_mxfp4(model := tmp_path / "model", gpt_oss_config(300))
+    make_tokenizer().save_pretrained(model)
+    assert holds_only(model, torch.bfloat16)
+    assert not holds_only(model, torch.float16)
+    (losses, tensors), (wanted, others) = on_ranks(model, rows, {})
+    assert losses == wanted
+    experts = [name for name in tensors if name.endswith("experts.gate_up_proj")]
+    assert experts
+    assert all(tensors[name].dtype == torch.bfloat16 for name in experts)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+@pytest.mark.parametrize(("coder", "settings"), [(fp8, FP8_SETTINGS), (int8, INT8_SETTINGS)])
+def test_other_codes_are_not(coder: Coder, settings: dict[str, object], tmp_path: Path) -> None:
+    """Of eight bits and a scale in fp32."""
+    recode(model := saved_in(torch.bfloat16, tmp_path / "model"), coder, settings)
+    assert not holds_only(model, torch.bfloat16)
