@@ -111,14 +111,15 @@ def lengths(longest: int, count: int, seed: int = 0) -> list[int]:
 def save_rows(length: int, setting: Setting) -> Path:
     """Rows of random tokens, all of them targets but the first quarter of each.
 
-    The tokens are those of the tokenizer; the rest of a vocabulary is computed all the same.
+    The tokens are those of the tokenizer; the rest of a vocabulary is computed all the same. None is the padding token:
+    a row that begins with it has no finite gradient where the weights are random (docs/errors/checkpoints.md).
     """
     file = setting.work("shapes") / f"rows-{length}.jsonl"
     if not file.exists():
         draw = random.Random(1)
         with file.open("w") as lines:
             for size in lengths(length, 24 if setting.small else ROWS):
-                ids = [draw.randrange(250) for _ in range(size)]
+                ids = [draw.randrange(1, 250) for _ in range(size)]
                 labels = [-100] * (size // 4) + ids[size // 4 :]
                 lines.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
     return file

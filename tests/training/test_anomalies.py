@@ -22,6 +22,7 @@ from shardtune.config import load_recipe
 from shardtune.config.schema.runner import SpikeConfig
 from shardtune.errors import ConfigError, ModelError
 from shardtune.training.anomalies import Spikes
+from shardtune.training.worker import base
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from tests.support.dist.ranks import run_ranks
@@ -368,6 +369,26 @@ def judged(values: list[float], value: float, targets: float = 8.0, **keys: Any)
     for one in values:
         spikes.accept(one, 1.0, 8.0)
     return spikes.judge(value, 1.0, targets)
+
+
+@pytest.mark.lengthy
+def test_a_long_search_for_rows_is_announced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it begins, with how long it may take; the parts of a quick step are computed in no time."""
+    said: list[str] = []
+    settings = recipe(folder, "announced", on_spike="skip", spike=SPIKE, save_interval=-1, eval_interval=-1)
+    settings["runner"].pop("early_stop")
+    for limit in (10.0, 0.0):
+        monkeypatch.setattr(base, "LONG_STEP", limit)
+        worker = SFTWorker(load_recipe(settings), report=said.append)
+        worker.setup()
+        heard = len(said)
+        for _ in range(10):
+            worker.run_training()
+        worker.release()
+        told = [line for line in said[heard:] if "those at fault" in line]
+        assert [line.partition(": computing")[0] for line in told] == (
+            ["after step 6: a spike", *2 * ["after step 7: a loss or gradient that is not finite"]] if limit == 0.0 else []
+        )
 
 
 def test_a_spike_is_far_above_the_median() -> None:

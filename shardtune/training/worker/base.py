@@ -59,6 +59,10 @@ from shardtune.training.worker.user_evaluation import EvalOutput
 from shardtune.training.worker.user_task import UserTask, training_paths
 
 
+LONG_STEP = 10.0
+"""Seconds of a step from which on looking for its bad rows is announced."""
+
+
 class FSDPSftWorker(ABC):
     """A fine-tuning task on all ranks; a subclass provides batches and the loss of one.
 
@@ -246,7 +250,7 @@ class FSDPSftWorker(ABC):
             computed = result.gradient_at - began - waited
             updated = time.perf_counter() - result.gradient_at
             self.step_seconds = {"data": waited, "forward_backward": computed, "optimizer": updated}
-        bad = () if result.anomaly is None else self._bad_rows(step, result.anomaly)
+        bad = () if result.anomaly is None else self._bad_rows(step, result.anomaly, time.perf_counter() - began)
         position.advance(step, result, state.step, bad)
         state.step += result.updated
         found = step_metrics(
@@ -268,10 +272,13 @@ class FSDPSftWorker(ABC):
     def _begin_plain_steps(self) -> None:
         self._accumulate = self.task.accumulate
 
-    def _bad_rows(self, step: Step[MicroBatch], kind: Kind) -> list[BadPart]:
+    def _bad_rows(self, step: Step[MicroBatch], kind: Kind, seconds: float) -> list[BadPart]:
         """The rows at fault for an anomaly; none where the weights are.
 
         Of a loss or gradient that is not finite those that are not; of a spike those with the highest losses.
+
+        Args:
+            seconds: that the step took; computing its parts, and rows of some of them alone, may take twice as long.
         """
         if not self.task.losses_add_up or (kind == "nonfinite" and self.state.finite.find()):
             return []
@@ -281,6 +288,12 @@ class FSDPSftWorker(ABC):
         if isinstance(loader, StepLoader) and loader.takes_apart and not statistical_norms(self.state.inner):
             alone = loader.alone
         rows = BadRows(self._forward, self.state.weights, self.ranks, draws=draws, alone=alone)
+        if seconds > LONG_STEP:
+            what = "a loss or gradient that is not finite" if kind == "nonfinite" else "a spike"
+            self.report(
+                f"after step {self.state.step}: {what}: computing parts of the step and single rows to find those at "
+                f"fault, which may take twice the {seconds:.0f} s of the step"
+            )
         return rows.find(step) if kind == "nonfinite" else rows.highest(step)
 
     def run_eval(self) -> dict[str, float]:
