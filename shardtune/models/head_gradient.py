@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from shardtune.parallel.half_products import factors_in_bf16
+
 HELD_BYTES = 2**30
 """Up to this size the gradient is held, which takes less time."""
 BLOCK_BYTES = 2**28
@@ -90,7 +92,8 @@ class HeadGradient:
             for begin in range(0, len(hidden), chunk):
                 rows = slice(begin, begin + chunk)
                 inputs = hidden[rows] if mixed else hidden[rows].to(acc)
-                logits = multiply(inputs, head.t())
+                with factors_in_bf16(hidden.device, hidden.dtype):
+                    logits = multiply(inputs, head.t())
                 if bias is not None:
                     logits += bias[start : start + size].to(acc)
                 index = targets[rows, None] - (self.first + start)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardtune.models.head_gradient import HELD_BYTES, HeadGradient, SlopeOfBlock
 from shardtune.parallel.fsdp2 import local
-from shardtune.parallel.half_products import lacks_half_products
+from shardtune.parallel.half_products import add_converted, factors_in_bf16, lacks_half_products
 from shardtune.parallel.tensor_parallel import Slice, row_slice
 
 LOGITS_PER_CHUNK = {"cpu": 3 * 2**21, "cuda": 2**26}
@@ -266,7 +266,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=acc, device=hidden.device) if needs_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=acc, device=hidden.device) if needs_bias else None
         # Products of half-precision numbers are exact in fp32, in which they are summed: on a GPU by the kernel, on a
-        # CPU by converting the factors, the head once.
+        # CPU by converting the factors, the head once, which its instructions for bf16 take as they were.
         mixed = hidden.is_cuda and hidden.dtype != acc
         multiply = partial(torch.mm, out_dtype=acc) if mixed else torch.mm
         head = weight if mixed or weight is None else weight.to(acc)
@@ -284,7 +284,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             inputs = hidden[rows] if mixed else hidden[rows].to(acc)
             into = None if mixed else block[: len(inputs)]
-            logits = hidden[rows].to(acc, copy=True) if head is None else multiply(inputs, head.t(), out=into)
+            with factors_in_bf16(hidden.device, hidden.dtype):
+                logits = hidden[rows].to(acc, copy=True) if head is None else multiply(inputs, head.t(), out=into)
             if bias is not None:
                 logits += bias.to(acc)
             if transform is not IDENTITY:
@@ -316,7 +317,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = multiply(grad, weight if halves and weight is not None else head)[: len(index)]
             if grad_weight is not None and (mixed or halves):
-                grad_weight += multiply(grad.t(), inputs)
+                add_converted(grad_weight, multiply(grad.t(), inputs))
             elif grad_weight is not None:
                 grad_weight.addmm_(grad.t(), inputs)
         if part is not None and grad_hidden is not None:

@@ -27,6 +27,7 @@ from shardtune.parallel.direct_use import ShardedOperands
 from shardtune.parallel.free_memory import free_bytes
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.generation import alone
+from shardtune.parallel.half_products import add_converted
 from shardtune.parallel.parts import Gathering, gather_for_parts
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.same_call import SameCall
@@ -572,8 +573,8 @@ def _keep_master(parameter: nn.Parameter, compute: torch.dtype) -> tuple[nn.Para
         assert computed.grad is not None
         if master.grad is None:
             master.grad = computed.grad.to(master.dtype)
-        else:  # a GPU converts while it adds; a CPU is faster if that is done before
-            master.grad.add_(computed.grad if computed.grad.is_cuda else computed.grad.to(master.dtype))
+        else:
+            add_converted(master.grad, computed.grad)
         computed.grad = None
 
     hook = parameter.register_post_accumulate_grad_hook(take_gradient) if parameter.requires_grad else None

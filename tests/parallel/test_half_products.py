@@ -16,11 +16,19 @@ from torch.utils.checkpoint import checkpoint
 from shardtune.config import load_recipe
 from shardtune.models import loss
 from shardtune.parallel import half_products, shard
-from shardtune.parallel.half_products import ProductsInFp32, lacks_half_products, multiply_in_fp32, recomputing
+from shardtune.parallel.half_products import (
+    ProductsInFp32,
+    add_converted,
+    factors_in_bf16,
+    lacks_half_products,
+    multiply_in_fp32,
+    recomputing,
+)
 from shardtune.parallel.torch_private import TorchDispatchMode, grouped_product, schema_of
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.training import recipe, save_model, save_rows
 
+MKLDNN: Any = torch.backends.mkldnn
 OFFSETS = torch.tensor([3, 8], dtype=torch.int32)
 Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 OPERATIONS: dict[str, Operation] = {
@@ -205,3 +213,63 @@ def test_no_product_of_a_step_is_left_to_torch(name: str, tmp_path: Path, monkey
         wanted, by_torch = steps(tmp_path, name)
         assert by_torch
         assert losses == pytest.approx(wanted, rel=0.01)
+
+
+def test_the_setting_for_factors_ends_with_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the process's: other products, and those of fp32 numbers, never see it."""
+    settings, cpu = MKLDNN.matmul, torch.device("cpu")
+    before = settings.fp32_precision
+    monkeypatch.setattr(half_products, "half_is_native", lambda dtype: True)
+
+    def fails() -> None:
+        with factors_in_bf16(cpu, torch.bfloat16):
+            assert settings.fp32_precision == "bf16"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert settings.fp32_precision == before
+    for device, dtype in ((cpu, torch.float32), (cpu, torch.float16), (torch.device("meta"), torch.bfloat16)):
+        with factors_in_bf16(device, dtype):
+            assert settings.fp32_precision == before
+    monkeypatch.setattr(half_products, "half_is_native", lambda dtype: False)
+    with factors_in_bf16(cpu, torch.bfloat16):
+        assert settings.fp32_precision == before
+
+
+def test_a_head_in_bf16_has_unrounded_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product of its logits alone is computed with factors in bf16, which they were; sums are in fp32."""
+    seen: list[tuple[torch.dtype, str]] = []
+
+    class Settings(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+            if schema_of(func).name in ("aten::mm", "aten::addmm_"):
+                seen.append((args[0].dtype, MKLDNN.matmul.fp32_precision))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(half_products, "half_is_native", lambda dtype: True)
+    before = MKLDNN.matmul.fp32_precision
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(size, 48).bfloat16().requires_grad_() for size in (70, 300))
+    targets, ones = torch.randint(300, (70,)), torch.ones(70)
+    wanted = F.cross_entropy(hidden.double() @ weight.double().t(), targets, reduction="sum")
+    with Settings():
+        total, _ = loss.linear_cross_entropy(hidden, weight, targets, ones)
+        total.backward()
+    assert float(total.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
+    assert seen[0] == (torch.float32, "bf16")
+    assert len(seen) == 3
+    assert all(setting == before for _, setting in seen[1:])
+    seen.clear()
+    with Settings():
+        loss.linear_cross_entropy(hidden.float(), weight.float(), targets, ones)
+    assert seen[0] == (torch.float32, before)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 100_003), (3, 2, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_converted_sums_have_the_bits_of_whole_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    total, part = torch.randn(shape), torch.randn(shape).to(dtype)
+    wanted = total + part
+    add_converted(total, part)
+    assert torch.equal(total, wanted)

@@ -386,9 +386,8 @@ def test_a_long_search_for_rows_is_announced(folder: Path, monkeypatch: pytest.M
             worker.run_training()
         worker.release()
         told = [line for line in said[heard:] if "those at fault" in line]
-        assert [line.partition(": computing")[0] for line in told] == (
-            ["after step 6: a spike", *2 * ["after step 7: a loss or gradient that is not finite"]] if limit == 0.0 else []
-        )
+        wanted = ["after step 6: a spike", *2 * ["after step 7: a loss or gradient that is not finite"]]
+        assert [line.partition(": computing")[0] for line in told] == (wanted if limit == 0.0 else [])
 
 
 def test_a_spike_is_far_above_the_median() -> None:

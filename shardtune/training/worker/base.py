@@ -58,7 +58,6 @@ from shardtune.training.worker.user_batches import UserBatches
 from shardtune.training.worker.user_evaluation import EvalOutput
 from shardtune.training.worker.user_task import UserTask, training_paths
 
-
 LONG_STEP = 10.0
 """Seconds of a step from which on looking for its bad rows is announced."""
 
