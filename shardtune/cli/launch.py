@@ -150,6 +150,12 @@ def _has_slurm() -> bool:
 
 def _keys(request: Request, by: str) -> list[str]:
     """The overrides for ranks on this machine."""
+    if request.fewest is not None and request.fewest > 1:
+        raise ConfigError(
+            f"--min-nodes {request.fewest}: the ranks are started on this machine alone, which is one host",
+            where="shardtune launch",
+            remedy="leave it out; or --print --by torchrun | slurm | ray prints the commands for several hosts",
+        )
     count = request.per_node
     keys = [f"runner.max_restarts={request.restarts}"] if request.restarts else []
     if by == "ray":

@@ -10,6 +10,7 @@ import typer
 from shardtune.cli.arguments import RecipeArgument
 from shardtune.cli.starting import importing, starting
 from shardtune.cli.words import split_words
+from shardtune.errors import ConfigError
 from shardtune.launch.signals import listening
 
 
@@ -46,6 +47,13 @@ def train(
     """
     path, overrides = split_words(recipe)
     if dry_run:
+        given = [name for name, value in (("--record", record), ("--stop-after", stop_after)) if value is not None]
+        if given:
+            raise ConfigError(
+                f"no run is made with --dry-run, so {' and '.join(given)} would have no effect",
+                where=" ".join(given),
+                remedy="leave out one or the other",
+            )
         with importing():
             from shardtune.run.dry_run import dry_run as rehearse
 

@@ -47,11 +47,14 @@ from shardtune.models.pretrained import (
 )
 from shardtune.models.registered_functions import MODEL_TYPES, registered_model, registered_parts, require_known
 from shardtune.models.tasks.names import task_class
+from shardtune.models.tasks.task import TextTask
 from shardtune.models.vision.processors import load_processor
 from shardtune.models.vision.vision_language import VisionLanguage
 
 GIVE_VISION_MODEL = "give the directory of a vision-language model (its config.json names such an architecture)"
 
+SIZES = ("vocab_size", "hidden_size", "image_size")
+"""Keys that require a size of the model's."""
 OWN_CONFIGS = {OpenVLAConfig.model_type: OpenVLAConfig}
 """Config classes of models that transformers lacks, by the `model_type` of their config.json."""
 
@@ -68,6 +71,8 @@ def find_adapter(
     """
     check_in_memory(model, tokenizer)
     config = recipe.actor.model
+    if model is not None:
+        _check_of_memory(recipe)
     kind = adapter_class(config)
     if kind is not None and model is not None:
         raise ConfigError(
@@ -78,6 +83,8 @@ def find_adapter(
     if kind is not None:
         _check_read(recipe, kind)
         made = kind.from_recipe(recipe, tokenizer)
+        if isinstance(made, TextTask) and _sizes(config):
+            check_sizes(config, made.config, made.tokenizer)
         check_made(made, _named(config))
         check_keys_of_actions(made)
         return made
@@ -99,6 +106,22 @@ def find_adapter(
     check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.added_tokens)
     check_sizes(config, adapter.config, adapter.tokenizer)
     return adapter
+
+
+def _check_of_memory(recipe: Recipe) -> None:
+    """Refuse keys that build a model, or change how it is built, beside one in memory, which is trained as it is."""
+    model = recipe.actor.model
+    given = {
+        "from_scratch": model.from_scratch,
+        "config_overrides": bool(model.config_overrides),
+        "attn_implementation": model.attn_implementation != "auto",
+    }
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ConfigError(
+            f"actor.model.{name} has no effect on a model in memory, which is trained as it is",
+            where=recipe.where(f"actor.model.{name}") or f"actor.model.{name}",
+            remedy="leave it out, and build the model so; or name its directory: actor.model.model_path",
+        )
 
 
 def check_in_memory(model: object, tokenizer: object) -> None:
@@ -297,6 +320,8 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
             remedy='name the fields of its samples that are uint8 images: image_fields = ("image",), and normalise '
             "them in loss; or leave the key out",
         )
+    if not issubclass(kind, (LanguageModel, TextTask)):
+        given |= dict.fromkeys(_sizes(model), True)
     if not issubclass(kind, LanguageModel):
         given |= {
             "actor.model.config_overrides": bool(model.config_overrides),
@@ -317,6 +342,12 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
             where=recipe.where(key),
             remedy=f"leave it out; or act on it in {kind.__name__} (self.recipe has it) and add reads = ({key!r},)",
         )
+
+
+def _sizes(model: ModelConfig) -> list[str]:
+    """The keys of sizes that are given."""
+    given = model.model_dump(exclude_defaults=True)
+    return [f"actor.model.{name}" for name in SIZES if name in given]
 
 
 def _is_adapter(found: object) -> TypeGuard[type[Adapter]]:

@@ -11,11 +11,13 @@ from pathlib import Path
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.own_code import named_code
 from shardtune.config.user_code import import_plugins
+from shardtune.errors import ConfigError
 from shardtune.launch.local import run_ranks
 from shardtune.launch.signals import end_with_parent, listening
 from shardtune.parallel.ranks import leave_ranks
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.display import Display
+from shardtune.run.identity import FINAL
 from shardtune.run.overridden import EVERYTHING, overridden
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.run import load_run, nothing_to_evaluate, require_same_worker
@@ -38,6 +40,12 @@ def evaluate(
     """
     run_dir = None if target is None or not Path(target).is_dir() else Path(target)
     if run_dir is None:
+        if checkpoint != FINAL:
+            raise ConfigError(
+                f"{target or 'the model'} is no run, so it has no checkpoints",
+                where=f"--checkpoint {checkpoint}",
+                remedy="leave it out, or give the directory of a run",
+            )
         recipe = load_recipe(target, overrides, in_memory=EVERYTHING[1:2])
     else:
         require_same_worker(load_run(run_dir, trust=trust))

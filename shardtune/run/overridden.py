@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.checks.context import enumerated
 from shardtune.config.overrides import read_overrides
 from shardtune.config.tree import get_value, set_value
+from shardtune.errors import ConfigError
 
 EVERYTHING = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
 """The keys that may be absent from the recipe of a run: it may have been trained with objects in memory."""
@@ -39,3 +42,36 @@ def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 def _named_sets(rows: object) -> bool:
     return isinstance(rows, dict) and "path" not in rows
+
+
+def require_kept(run: Recipe, asked: Recipe, made: Recipe, directory: Path) -> None:
+    """Refuse what was changed in a run's recipe and is not taken, as an exported directory has its own.
+
+    Args:
+        run: the recipe.
+        asked: with overrides.
+        made: over the directory.
+        directory: with a configuration and a tokenizer.
+
+    Raises:
+        ConfigError: overrides have no effect.
+    """
+    lost = list(_lost(run.to_dict(), asked.to_dict(), made.to_dict()))
+    if lost:
+        verb = "has" if len(lost) == 1 else "have"
+        raise ConfigError(
+            f"{enumerated([key.removeprefix('actor.') for key in lost])} {verb} no effect on {directory}, which has "
+            "its own settings",
+            where=f"override {lost[0]}",
+            remedy="leave it out, or take a checkpoint, which the recipe builds: --checkpoint latest",
+        )
+
+
+def _lost(was: object, asked: object, made: object, name: str = "") -> Iterator[str]:
+    """The dotted keys whose values were changed and are not those of the last tree."""
+    if isinstance(asked, Mapping) and asked:
+        for key, value in asked.items():
+            before, after = (tree.get(key) if isinstance(tree, Mapping) else None for tree in (was, made))
+            yield from _lost(before, value, after, f"{name}.{key}" if name else key)
+    elif was != asked != made:
+        yield name

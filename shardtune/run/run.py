@@ -25,7 +25,7 @@ from shardtune.run.directory import check_writable, load_config
 from shardtune.run.exporting import exporting
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
 from shardtune.run.model_card import CARD, RunRecord, make_card
-from shardtune.run.overridden import overridden
+from shardtune.run.overridden import overridden, require_kept
 from shardtune.run.predicting import predict
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.push import push
@@ -115,7 +115,9 @@ class Run:
                 where="--checkpoint final",
                 remedy="finish the run, or take a checkpoint of it: --checkpoint latest",
             )
-        worker = make_worker(over_directory(recipe, path), Objects(eval_data=eval_data), training=False, report=silent)
+        exported = over_directory(recipe, path)
+        require_kept(self.executable_recipe(), recipe, exported, path)
+        worker = make_worker(exported, Objects(eval_data=eval_data), training=False, report=silent)
         found = directory_damage(path, worker.ranks)
         weights = {
             name: fault for name, fault in found.items() if name.endswith(".safetensors")

@@ -247,7 +247,7 @@ def test_paths_start_at_the_recipe_and_the_log_path_at_the_working_directory(tmp
         "  transform: transform.py:clean\n"
         "  chat_template: template.jinja\n"
         "  cache_dir: ~/cache\n"
-        "eval: {match: 'match.py:same'}\n"
+        "eval: {generate: false, match: 'match.py:same'}\n"
     )
     monkeypatch.chdir(work)
     recipe = load_recipe(os.path.relpath(home / "r.yaml"))
@@ -281,11 +281,11 @@ def test_paths_start_at_the_recipe_and_the_log_path_at_the_working_directory(tmp
 )
 def test_a_named_file_that_is_missing_is_an_error_unless_told(load, override):
     with pytest.raises(ConfigError) as error:
-        load(override)
+        load("eval.generate=false", override)
     key, _, _ = override.partition("=")
     assert message(error).startswith(f"{key}: there is no ")
     assert override in message(error)
-    load(override, files_must_exist=False)
+    load("eval.generate=false", override, files_must_exist=False)
 
 
 def test_the_resolved_recipe_reads_back_the_same(load, recipe_path, tmp_path):

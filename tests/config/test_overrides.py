@@ -48,7 +48,7 @@ def test_an_override_sets_its_key(load, override, key, expected):
         with pytest.raises(ConfigError, match="system_prompt"):
             load(override)
         return
-    recipe = load(override)
+    recipe = load("eval.generate=false", override)
     value = recipe.as_dict_config()
     for part in key.split("."):
         value = value[part]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import GPT2Config
 
+from shardtune import Adapter, Batch, LossSum, Sample
 from shardtune.config import ModelConfig, load_recipe
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models import pretrained
-from shardtune.models.find_adapter import causal_lm, known_architectures
+from shardtune.models.find_adapter import causal_lm, find_adapter, known_architectures
 from shardtune.models.get_model import get_model
 from shardtune.models.pretrained import load_config, model_directory
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -50,6 +51,45 @@ def test_overrides_that_do_not_fit_are_refused(folder: Path, overrides: dict[str
     with pytest.raises(ConfigError, match=said) as caught:
         load_config(config(folder, config_overrides=overrides))
     assert caught.value.where == "actor.model.config_overrides"
+
+
+class Own(Adapter):
+    """Reads one of the keys of sizes."""
+
+    reads = ("actor.model.hidden_size",)
+
+    def build(self) -> torch.nn.Module:
+        return torch.nn.Linear(2, 1)
+
+    def encode(self, row: Any) -> Sample:
+        raise NotImplementedError
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> LossSum:
+        raise NotImplementedError
+
+
+def test_sizes_are_for_adapters_that_read_them() -> None:
+    def found(**model: Any) -> Adapter:
+        data = {"train_data_paths": "rows.jsonl"}
+        values = {"actor": {"model": {"adapter": f"{__file__}:Own", "from_scratch": True, **model}}, "data": data}
+        return find_adapter(load_recipe(values, files_must_exist=False))
+
+    assert isinstance(found(hidden_size=5), Adapter)
+    for key, value in (("vocab_size", 5), ("image_size", [5, 5])):
+        with pytest.raises(ConfigError, match=f"actor.model.{key}: the adapter Own does not read it"):
+            found(**{key: value})
+
+
+@pytest.mark.parametrize(
+    "model", [{"from_scratch": True}, {"config_overrides": {"rms_norm_eps": 0.5}}, {"attn_implementation": "eager"}]
+)
+def test_a_model_in_memory_is_trained_as_it_is(folder: Path, model: dict[str, Any]) -> None:
+    """Keys of how a model is built were accepted beside it, and did nothing."""
+    values = {"actor": {"model": {"model_path": str(folder), **model}}, "data": {"train_data_paths": "rows.jsonl"}}
+    recipe = load_recipe(values, files_must_exist=False)
+    assert find_adapter(recipe)
+    with pytest.raises(ConfigError, match=f"actor.model.{next(iter(model))} has no effect on a model in memory"):
+        find_adapter(recipe, model=make_model(259))
 
 
 def test_the_model_stands_on_meta_and_returns_a_loss(folder: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune
-from shardtune.errors import CheckpointError
+from shardtune.errors import CheckpointError, ConfigError
 from shardtune.run.run import Run
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, rows, tensors, train_on_ranks
 
@@ -51,6 +51,16 @@ def run(tiny: Tiny) -> Run:
 def logits(model: Any) -> torch.Tensor:
     model.set_attn_implementation("eager")
     return model.eval()(input_ids=(torch.arange(30) * 7 % 260)[None]).logits
+
+
+def test_overrides_that_an_exported_model_replaces_are_refused(run: Run) -> None:
+    """`final/` has its own settings and tokenizer; a checkpoint is built by the recipe."""
+    for word in ("model.lora.alpha=1", "actor.tokenizer.tokenizer_model=other"):
+        key = word.partition("=")[0].removeprefix("actor.")
+        with pytest.raises(ConfigError, match=f"{key} has no effect on .*final"):
+            run.evaluate("final", word)
+    same = run.evaluate("final", "eval.generate=false", "model.lora.alpha=6.0")
+    assert same == run.evaluate("final")
 
 
 def test_an_interrupted_run_goes_on_bit_by_bit(tiny: Tiny, run: Run) -> None:

@@ -29,6 +29,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
         evaluation.idle,
         evaluation.harness,
         evaluation.episodes,
+        run.saving,
         run.watching,
         run.anomalies,
         optimization.losses,

@@ -46,13 +46,15 @@ EPISODES = ("environment_options", "episodes", "episode_seed", "episodes_at_once
 def idle(context: Context) -> Iterator[ConfigError]:
     """Settings of answers and of episodes without any; with `generate: false` or `environment: null` they are kept for
     another time. A worker of the user's may read them for evaluations of its own."""
-    config = context.recipe.eval
+    config, model = context.recipe.eval, context.recipe.actor.model
     if context.recipe.actor.worker is not None:
         return
+    writes = model.model_type == "seq2seq" or model.adapter is not None  # `predict` takes its answers' length from here
+    answers = [key for key in ANSWERS if not (writes and key in ("max_new_tokens", "temperature"))]
     chosen = context.given.tree.get("eval")
     settings = config.model_dump(exclude_defaults=True)
     for switch, keys, remedy in (
-        ("generate", ANSWERS, "set it to true, or to false to keep them for another time"),
+        ("generate", answers, "set it to true, or to false to keep them for another time"),
         ("environment", EPISODES, "name one there, or set it to null to keep them for another time"),
     ):
         if not (isinstance(chosen, Mapping) and switch in chosen):

@@ -46,6 +46,12 @@ def schedule(context: Context) -> Iterator[ConfigError]:
                 f"actor.optim.groups[{number}] ({group.pattern}) has neither lr nor weight_decay, so it has no effect",
                 "give it one of them, or leave it out",
             )
+    if not optim.ema_use and optim.ema_decay is None:
+        yield context.problem(
+            "actor.optim.ema_use",
+            "actor.optim.ema_use: false has no effect without actor.optim.ema_decay: no average is kept",
+            "give it, or leave the key out",
+        )
     if optim.min_lr and optim.lr_scheduler == "constant":
         yield context.problem(
             "actor.optim.min_lr",

@@ -93,6 +93,26 @@ def duration(context: Context) -> Iterator[ConfigError]:
         )
 
 
+def saving(context: Context) -> Iterator[ConfigError]:
+    runner = context.recipe.runner
+    every, interval = runner.keep_every, runner.save_interval
+    if every is None or not isinstance(interval, int) or runner.callbacks:  # a callback may request a checkpoint
+        return
+    if interval < 1:
+        yield context.problem(
+            "runner.keep_every",
+            f"runner.keep_every ({every}) has no effect with runner.save_interval: {interval}: only the end is saved",
+            "give runner.save_interval, or leave it out",
+        )
+    elif every % interval:
+        yield context.problem(
+            "runner.keep_every",
+            f"runner.keep_every ({every}) is no multiple of runner.save_interval ({interval}), so most of these steps "
+            "have no checkpoint",
+            f"make it a multiple of {interval}",
+        )
+
+
 def watching(context: Context) -> Iterator[ConfigError]:
     runner = context.recipe.runner
     early_stop = runner.early_stop

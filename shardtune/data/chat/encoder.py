@@ -146,6 +146,8 @@ class ChatEncoder:
         name_calls(chat.messages)
         chat, _ = self._without_thoughts(chat)
         prompt = self.template.render(chat.messages, tools, prompt=True, arguments=chat.arguments)
+        if tools and prompt == self.template.render(chat.messages, None, prompt=True, arguments=chat.arguments):
+            raise RowError("tools are given, but the chat template does not render tool definitions")
         return self._with_earlier_thoughts(chat, prompt, self.template)
 
     def _with_earlier_thoughts(self, chat: Chat, prompt: str, template: ChatTemplate) -> str:

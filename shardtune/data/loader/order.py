@@ -77,6 +77,22 @@ class OrderSource:
         return round(self.weight * (self.stop - self.start))
 
 
+def require_rows_of_each(sources: Sequence[OrderSource]) -> None:
+    """Refuse a source whose weight rounds to none of its rows while others are trained.
+
+    Raises:
+        ConfigError: names it.
+    """
+    without = [source for source in sources if source.stop > source.start and not source.rows_per_epoch]
+    if without and len(without) < len(sources):
+        raise ConfigError(
+            f"the weight {without[0].weight:g} of {without[0].name} rounds to none of its rows, so none would ever be "
+            "trained",
+            where=", ".join(f"{one.name}: weight {one.weight:g} of {one.stop - one.start} rows" for one in without),
+            remedy="raise the weight in data.train_data_paths, or leave the source out",
+        )
+
+
 class DataOrder:
     """The rows of every epoch in training order, and how an epoch is cut into steps.
 

@@ -164,7 +164,7 @@ class AsOnCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func == _IS_CUDA:
             return True
-        if func == _DEVICE:
+        if func == _DEVICE and not _is_called_by("torch.distributed."):  # FSDP2 requires shards in host memory there
             return _CUDA
         if func == flex:  # a compiled kernel, which sees no shapes
             func = shapes
@@ -187,7 +187,7 @@ def as_on_cuda() -> Iterator[None]:
     def device(tensor: FakeTensor) -> torch.device:
         # The experts of transformers have kernels for a GPU, whose shapes torch computes for a GPU alone; FSDP2 has
         # streams of a GPU.
-        outside = sys._getframe(1).f_globals.get("__name__", "").startswith(("transformers.", "torch.distributed."))
+        outside = _is_called_by("transformers.", "torch.distributed.")
         return _CUDA if has_torch_function_unary(tensor) and not outside else own.fget(tensor)
 
     classes.device = property(device)
@@ -197,6 +197,11 @@ def as_on_cuda() -> Iterator[None]:
     finally:
         classes.device = own
         torch.backends.cuda.enable_cudnn_sdp(chosen)
+
+
+def _is_called_by(*packages: str) -> bool:
+    """Whether the caller of the function that calls this one is a module of some packages."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(packages)
 
 
 def _back(value: Any) -> Any:

@@ -31,7 +31,7 @@ from shardtune.data.images.augmentation import KEY as AUGMENTATION
 from shardtune.data.images.augmentation import Augmentation
 from shardtune.data.images.image_changes import image_changes
 from shardtune.data.loader.file_order import FileOrder
-from shardtune.data.loader.order import DataOrder, OrderSource, derive_seed
+from shardtune.data.loader.order import DataOrder, OrderSource, derive_seed, require_rows_of_each
 from shardtune.data.loader.protocol import DataState, MicroBatch, Step, supervised
 from shardtune.data.loader.step_loader import BatchMaker, Changes, StepLoader
 from shardtune.data.prepare import PreparedData, WeighedRows
@@ -219,8 +219,10 @@ class CachedRowsTask(Task):
                 token_term=token_term,
                 num_processes=processes,
             )
+        spans = [OrderSource(span.name, span.start, span.stop, span.weight) for span in rows.sources]
+        require_rows_of_each(spans)
         order = DataOrder(
-            [OrderSource(span.name, span.start, span.stop, span.weight) for span in rows.sources],
+            spans,
             seed=seed,
             shuffle=data.shuffle,
             global_batch_size=size,

@@ -298,6 +298,14 @@ class TestRefusals:
         self.refuse(make_tokenizer, template, MULTI, "does not render tool definitions", tools=TOOLS)
         self.refuse(make_tokenizer, template, TOOL_CALLS, "does not render tool calls")
 
+    def test_prompts_with_tools_need_a_template_that_renders_them(self, make_tokenizer):
+        template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        encoder = ChatEncoder(make_tokenizer(eos_token="</s>"), template)
+        asked = [turn("user", "What is x?")]
+        assert encoder.prompt(asked, []).tokens.tolist() == encoder.prompt(asked).tokens.tolist()
+        with pytest.raises(RowError, match="tools are given, but the chat template does not render tool definitions"):
+            encoder.prompt(asked, TOOLS)
+
     def test_template_without_end_of_turn(self, make_tokenizer):
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         self.refuse(make_tokenizer, template, MULTI, "could never learn to stop", DataError)

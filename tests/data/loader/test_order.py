@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from shardtune.data.loader.order import DataOrder, OrderSource, derive_seed, permute
+from shardtune.data.loader.order import DataOrder, OrderSource, derive_seed, permute, require_rows_of_each
 from shardtune.errors import ConfigError
 from tests.support.dist.training import flat_script
 
@@ -107,6 +107,15 @@ def test_sources_without_a_row_are_refused() -> None:
 
 
 @pytest.mark.lengthy
+def test_a_source_whose_weight_leaves_no_row_is_refused_beside_others() -> None:
+    """An epoch has none of its rows, and neither has any other."""
+    others = [OrderSource("b", 21, 30, 2.0), OrderSource("empty", 30, 30)]
+    require_rows_of_each([OrderSource("a", 0, 21, 0.03), *others])
+    require_rows_of_each([OrderSource("a", 0, 21, 0.02)])  # alone, it leaves an epoch without a row: see above
+    with pytest.raises(ConfigError, match=r"the weight 0.02 of a rounds to none of its rows.*\n.*0.02 of 21 rows"):
+        require_rows_of_each([OrderSource("a", 0, 21, 0.02), *others])
+
+
 def test_steps_by_tokens_hold_as_many_rows_as_fit() -> None:
     lengths = np.random.default_rng(0).integers(1, 60, 500).astype(np.int32)
     data = order((500, 1.0), global_batch_tokens=100, lengths=lengths)

@@ -256,6 +256,15 @@ def test_a_text_that_is_cut_keeps_its_end():
     assert shortened(np.array([5, 6, 7]), np.array([5, 6, 7]), 2, np.array([3])).tolist() == [5, 6]
 
 
+def test_required_sizes_are_compared(folder: Path):
+    data = [{"text": "a cat", "label": label} for label in ("x", "y", "x")]
+    with pytest.raises(ConfigError, match=r"actor\.model\.hidden_size is 5, the model has 16"):
+        task_of(recipe(folder, "sequence_classifier", data, "sizes", hidden_size=5))
+    with pytest.raises(ConfigError, match="the model takes no images"):
+        task_of(recipe(folder, "sequence_classifier", data, "sizes", image_size=[5, 5]))
+    assert task_of(recipe(folder, "sequence_classifier", data, "sizes", hidden_size=16)).config.hidden_size == 16
+
+
 def test_one_label_is_none(folder: Path):
     task = task_of(recipe(folder, "sequence_classifier", [{"text": "a", "label": "x"}] * 3, "single"))
     with pytest.raises(ConfigError, match="the training rows have one label: x"):
