@@ -282,8 +282,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         block = hidden.new_empty((0 if mixed or head is None else min(chunk, len(hidden)), whole), dtype=acc)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            inputs = hidden[rows] if mixed else hidden[rows].to(acc)
-            into = None if mixed else block[: len(inputs)]
+            inputs, into = (hidden[rows], None) if mixed else (hidden[rows].to(acc), block[: len(hidden[rows])])
             with factors_in_bf16(hidden.device, hidden.dtype):
                 logits = hidden[rows].to(acc, copy=True) if head is None else multiply(inputs, head.t(), out=into)
             if bias is not None:

@@ -194,7 +194,11 @@ def _parse_shardtune(arguments: list[str]) -> None:
     if "--array" in arguments:
         overrides = [word.replace("$SLURM_ARRAY_TASK_ID", "0") for word in overrides]
     load_recipe(
-        {"actor": {"model": {"model_path": "model"}}, "data": {"train_data_paths": "a", "eval_data_paths": "b"}},
+        {
+            "actor": {"model": {"model_path": "model"}},
+            "data": {"train_data_paths": "a", "eval_data_paths": "b"},
+            "eval": {"generate": False, "environment": None},  # one of a run's, or that of the command
+        },
         [
             "++runner.logger.experiment_name=documentation",
             *(word for word in overrides if not re.match(r"exp_name=|.*experiment_name=", word)),
