@@ -164,7 +164,7 @@ def test_a_gpu_is_planned_without_one(tiny: Tiny) -> None:
         assert again.memory is not None
         assert again.memory["activations"] < on_gpu.memory["activations"]
     # Several micro-batches, for which FSDP2 gathers its shards once.
-    several = ("fsdp_config.cpu_offload=true", "global_batch_size=24")
+    several = ("fsdp_config.cpu_offload=true", "micro_batch_size=3")
     offloaded = plans(tiny, "model.precision=bf16", *several, ranks=2).plan()
     assert not offloaded.notes
     assert offloaded.memory is not None

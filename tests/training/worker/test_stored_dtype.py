@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,13 @@ def test_other_codes_are_not(coder: Coder, settings: dict[str, object], tmp_path
     """Of eight bits and a scale in fp32."""
     recode(model := saved_in(torch.bfloat16, tmp_path / "model"), coder, settings)
     assert not holds_only(model, torch.bfloat16)
+
+
+def test_codes_beside_scales_in_bf16_are_not(tmp_path: Path) -> None:
+    """Products of them have more digits; only those of MXFP4 with powers of two have not."""
+    tensors = {"a.weight": torch.ones(4, 4, dtype=torch.uint8), "a.weight_scale": torch.ones(4, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert not holds_only(tmp_path, torch.bfloat16)
+    for method, fits in (("fp8", False), ("mxfp4", True)):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+        assert holds_only(tmp_path, torch.bfloat16) == fits
