@@ -200,10 +200,12 @@ def factors_in_bf16(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         dtype: that they were converted from; for others than bf16, and without the instructions, nothing is set.
     """
     settings = _mkldnn.matmul
-    if device.type != "cpu" or dtype != torch.bfloat16 or lacks_half_products(device, dtype):
+    before = settings.fp32_precision
+    # What a user has set for all of oneDNN is read here too, and stays theirs to change.
+    is_so = before == "bf16"
+    if is_so or device.type != "cpu" or dtype != torch.bfloat16 or lacks_half_products(device, dtype):
         yield
         return
-    before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:
         yield

@@ -232,6 +232,11 @@ def test_the_setting_for_factors_ends_with_the_product(monkeypatch: pytest.Monke
     for device, dtype in ((cpu, torch.float32), (cpu, torch.float16), (torch.device("meta"), torch.bfloat16)):
         with factors_in_bf16(device, dtype):
             assert settings.fp32_precision == before
+    settings.fp32_precision = "bf16"
+    with factors_in_bf16(cpu, torch.bfloat16):
+        settings.fp32_precision = "ieee"  # by somebody else, meanwhile
+    assert settings.fp32_precision == "ieee"
+    settings.fp32_precision = before
     monkeypatch.setattr(half_products, "half_is_native", lambda dtype: False)
     with factors_in_bf16(cpu, torch.bfloat16):
         assert settings.fp32_precision == before
