@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from shardtune.errors import ConfigError
+
 RecipeArgument = Annotated[
     list[str] | None,
     typer.Argument(
@@ -35,7 +37,18 @@ MaxNewTokens = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy decoding.")]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability.")
+    float | None,
+    typer.Option(
+        min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability; 1 by default: from all."
+    ),
+]
+Prepared = Annotated[
+    bool,
+    typer.Option(
+        "--prepared",
+        help="The rows of --file are as data.transform returns them, with the standard names of columns: they are read "
+        "as they are.",
+    ),
 ]
 Trust = Annotated[
     list[str] | None,
@@ -52,4 +65,16 @@ TemplateKwargs = Annotated[
         help="Values for the chat template, such as '{\"enable_thinking\": false}'; they replace those of the run.",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the sampling: the same seed gives the same answers.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Seed of the sampling: the same seed gives the same answers; 0 by default."),
+]
+
+
+def prepared_without_file(command: str) -> ConfigError:
+    """The error for `--prepared` with what is typed."""
+    return ConfigError(
+        "--prepared is about the rows of --file, and there is none",
+        where=f"shardtune {command}",
+        remedy="leave it out: what is typed is read as it is",
+    )

@@ -39,6 +39,12 @@ def audit(
     """
     if near not in ("on", "off"):
         raise ConfigError(f"--near is {near}", where="--near", remedy="on or off")
+    if near == "off" and sample is not None:
+        raise ConfigError(
+            "--sample is how many rows are compared by n-grams, and --near off compares none",
+            where="shardtune data audit",
+            remedy="leave one of them out",
+        )
     from shardtune.data.audit.audit import Options
     from shardtune.data.cache_directory import print_line
     from shardtune.run.audit import as_text, audit_recipe

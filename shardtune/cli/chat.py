@@ -14,12 +14,13 @@ from transformers import TextStreamer
 
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.chat.template import missing_template
-from shardtune.data.encoder import RowError, caused_by
+from shardtune.data.encoder import Row, RowError, caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.rows import image_parts, with_places
 from shardtune.data.json_rows import DECODER, RepeatedKeyError
 from shardtune.data.row_formats import ARGUMENTS, read_arguments
 from shardtune.data.row_prompts import PROMPT_KEYS, read_row_prompt
+from shardtune.data.sources.inference_rows import PREPARED, InferenceRows, dropped_note
 from shardtune.errors import CONTROL, DataError, printable
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.run import Run, answering
@@ -54,30 +55,47 @@ class Question:
     kept: Mapping[str, object] = field(default_factory=dict)
 
 
-def read_prompts(file: Path) -> list[Question]:
-    """The prompts of a JSONL file, each as training shows it before the row's answer."""
+def read_prompts(file: Path, rows: InferenceRows) -> tuple[list[Question], list[str]]:
+    """The prompts of a JSONL file, each as training shows it before the row's answer, and notes on them.
+
+    Args:
+        file: of rows as those of training.
+        rows: how training read them.
+    """
     if not file.is_file():
         raise DataError(f"{file} is not a file", where="--file", remedy=ROWS)
     questions: list[Question] = []
+    dropped = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                questions.append(_question(line, file, number))
+                where = f"{file}:{number}"
+                row = rows.read(_row(line, where), where)
+                if row is None:
+                    dropped += 1
+                else:
+                    questions.append(_question(row, where, number))
     if not questions:
-        raise DataError(f"{file} has no rows", where="--file", remedy=ROWS)
-    return questions
+        remedy = f"{dropped_note(dropped)}; with {PREPARED} it is not applied" if dropped else ROWS
+        raise DataError(f"{file} has no rows", where="--file", remedy=remedy)
+    return questions, [*([dropped_note(dropped)] if dropped else []), *_notes_on(questions)]
 
 
-def _question(line: bytes, file: Path, number: int) -> Question:
-    where = f"{file}:{number}"
+def _row(line: bytes, where: str) -> Row:
     try:
         row = DECODER.decode(line.decode("utf-8-sig"))
     except RepeatedKeyError as error:
         raise DataError(str(error), where=where, remedy="leave one of them") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"this is not JSON: {error}", where=where, remedy=ROWS) from error
+    if isinstance(row, dict):
+        return row
+    raise DataError(f"the line is {type(row).__name__}, not an object", where=where, remedy=ROWS)
+
+
+def _question(row: Row, where: str, number: int) -> Question:
     try:
-        found = read_row_prompt(row if isinstance(row, dict) else {})
+        found = read_row_prompt(row)
         images = row.get("images") or row.get("image") or []
         images = images if isinstance(images, list) else [images]
         prompt = found.prompt
@@ -91,7 +109,7 @@ def _question(line: bytes, file: Path, number: int) -> Question:
     return Question(prompt, images, row.get("tools"), given, found.answer, found.plain, {"row": number, **kept})
 
 
-def notes_on(questions: Sequence[Question]) -> list[str]:
+def _notes_on(questions: Sequence[Question]) -> list[str]:
     """What is done with rows that hold their answer, and with those whose prompt is continued as it is."""
     answered = sum(question.reference is not None for question in questions)
     raw = sum(question.raw for question in questions)

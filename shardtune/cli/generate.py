@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,15 +14,20 @@ from shardtune.cli.arguments import (
     Checkpoint,
     MaxNewTokens,
     ModelOption,
+    Prepared,
     RunOrModel,
     Seed,
     Temperature,
     TemplateKwargs,
     TopP,
     Trust,
+    prepared_without_file,
 )
 from shardtune.cli.starting import importing
 from shardtune.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from shardtune.evaluate.generate import Sampling
 
 
 def generate(
@@ -37,6 +43,7 @@ def generate(
             "of JSON for each. Relative paths of images start at the file."
         ),
     ] = None,
+    prepared: Prepared = False,
     image: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,16 +59,17 @@ def generate(
     ] = False,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
+    top_p: TopP = None,
+    seed: Seed = None,
     template_kwargs: TemplateKwargs = None,
     trust: Trust = None,
 ) -> None:
     """Answer prompts with a run's model or any other: plain text for prompts, JSON lines for --file.
 
     Decoding is greedy unless --temperature is given. A row of --file is asked as training shows it: system, history and
-    question, without the assistant's turns at its end. Its line has row (the line of the file), the row's other keys,
-    prompt, reference (its own answer, if any) and answer. Paths that are typed start at the working directory.
+    question, without the assistant's turns at its end; data.transform and data.columns of the run's recipe are applied
+    first. Its line has row (the line of the file), the row's other keys, prompt, reference (its own answer, if any) and
+    answer. Paths that are typed start at the working directory.
 
     **Examples**
 
@@ -75,6 +83,37 @@ def generate(
     """
     target, typed = _target("generate", run, model, adapter)
     prompts = [*typed, *(prompt or ())]
+    _check_asked(target, prompts, file, image, prepared)
+    with importing():
+        from shardtune.cli.chat import Question, answer_line, read_prompts
+        from shardtune.run.plain_model import load_run_or_model
+
+    given = _template_kwargs(template_kwargs)
+    source = load_run_or_model(target, trust=trust or ())
+    questions = [Question(text, image or []) for text in prompts]
+    if file is not None:
+        questions, notes = read_prompts(file, source.rows_as_trained(prepared=prepared))
+        for note in notes:
+            typer.echo(f"generate: {note}", err=True)
+    answers = source.generate(
+        [question.prompt for question in questions],
+        checkpoint=checkpoint,
+        system=system,
+        sampling=_sampling("generate", max_new_tokens, temperature, top_p, seed),
+        raw=[raw or question.raw for question in questions],
+        images=[question.images for question in questions],
+        tools=[question.tools for question in questions],
+        folder=file.parent if file else None,
+        template_kwargs=[{**given, **question.template_kwargs} for question in questions],
+    )
+    for question, answer in zip(questions, answers, strict=True):
+        typer.echo(answer_line(question, answer) if file else printable(answer))
+
+
+def _check_asked(
+    target: str, prompts: Sequence[str], file: Path | None, image: Sequence[str] | None, prepared: bool
+) -> None:
+    """Refuse what does not fit together: prompts that are typed, a file of rows, and the options of each."""
     if (not prompts) == (file is None):
         raise ConfigError(
             "give a prompt or --file" if file is None else "a prompt and --file exclude each other",
@@ -87,29 +126,21 @@ def generate(
             where="shardtune generate",
             remedy="name images in the rows of the file: images: [a.jpg], relative to it",
         )
-    with importing():
-        from shardtune.cli.chat import Question, answer_line, notes_on, read_prompts
-        from shardtune.evaluate.generate import Sampling
-        from shardtune.run.plain_model import load_run_or_model
+    if prepared and file is None:
+        raise prepared_without_file("generate")
 
-    given = _template_kwargs(template_kwargs)
-    questions = read_prompts(file) if file else [Question(text, image or []) for text in prompts]
-    for note in notes_on(questions):
-        typer.echo(f"generate: {note}", err=True)
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    answers = load_run_or_model(target, trust=trust or ()).generate(
-        [question.prompt for question in questions],
-        checkpoint=checkpoint,
-        system=system,
-        sampling=sampling,
-        raw=[raw or question.raw for question in questions],
-        images=[question.images for question in questions],
-        tools=[question.tools for question in questions],
-        folder=file.parent if file else None,
-        template_kwargs=[{**given, **question.template_kwargs} for question in questions],
-    )
-    for question, answer in zip(questions, answers, strict=True):
-        typer.echo(answer_line(question, answer) if file else printable(answer))
+
+def _sampling(command: str, max_new_tokens: int, temperature: float, top_p: float | None, seed: int | None) -> Sampling:
+    """How answers are sampled; a note where an option has no effect, as decoding is greedy."""
+    from shardtune.evaluate.generate import Sampling
+
+    idle = [name for name, value in (("--top-p", top_p), ("--seed", seed)) if value is not None]
+    if temperature == 0 and idle:
+        have = "have" if len(idle) > 1 else "has"
+        typer.echo(
+            f"{command}: {' and '.join(idle)} {have} no effect: decoding is greedy without --temperature", err=True
+        )
+    return Sampling(max_new_tokens, temperature, 1.0 if top_p is None else top_p, seed or 0)
 
 
 def chat(
@@ -120,8 +151,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
+    top_p: TopP = None,
+    seed: Seed = None,
     template_kwargs: TemplateKwargs = None,
     trust: Trust = None,
 ) -> None:
@@ -144,11 +175,10 @@ def chat(
         )
     with importing():
         from shardtune.cli.chat import chat as talk
-        from shardtune.evaluate.generate import Sampling
         from shardtune.run.plain_model import load_run_or_model
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     given = _template_kwargs(template_kwargs)
+    sampling = _sampling("chat", max_new_tokens, temperature, top_p, seed)
     talk(load_run_or_model(target, trust=trust or ()), checkpoint, system, sampling, given)
 
 

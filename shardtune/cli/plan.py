@@ -47,8 +47,11 @@ def plan(
     ] = None,
     mfu: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="Share of the GPUs' peak, for the time.")] = None,
     gpu_tflops: Annotated[
-        float, typer.Option("--gpu-tflops", min=1e-3, help="Peak of a GPU, 10^12 operations per second.")
-    ] = 989.0,
+        float | None,
+        typer.Option(
+            "--gpu-tflops", min=1e-3, help="Peak of a GPU, for --mfu, 10^12 operations per second; 989 by default."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds.")] = False,
 ) -> None:
     """Parameters, memory of a rank, tokens, steps and time of a recipe, from shapes alone: no weights, no GPU.
@@ -68,6 +71,12 @@ def plan(
     """
     path, overrides = split_words(recipe)
     _check_words(path, overrides, {"--tokens-per-second": tokens_per_second, "--rate-from": rate_from, "--mfu": mfu})
+    if gpu_tflops is not None and mfu is None:
+        raise ConfigError(
+            "--gpu-tflops is the peak that --mfu is a share of, and --mfu is not given",
+            where="shardtune plan",
+            remedy=f"add the share, as --mfu 0.4 --gpu-tflops {gpu_tflops:g}, or leave it out",
+        )
     from shardtune.run.plan.plan import Speed, planner
     from shardtune.run.plan.rows import Given
     from shardtune.run.plan.solve import solve as changes_that_fit
@@ -79,7 +88,7 @@ def plan(
         ranks=gpus,
         memory=None if gpu_memory is None else size("--gpu-memory", gpu_memory),
         given=Given(None if tokens is None else round(size("--tokens", tokens)), length),
-        speed=Speed(tokens_per_second, rate_from, mfu, gpu_tflops * 1e12),
+        speed=Speed(tokens_per_second, rate_from, mfu, (gpu_tflops or 989.0) * 1e12),
         report=lambda text: typer.echo(text, err=True),
     )
     found = planning.plan()

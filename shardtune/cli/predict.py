@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shardtune.cli.arguments import Checkpoint, Trust
+from shardtune.cli.arguments import Checkpoint, Prepared, Trust, prepared_without_file
 from shardtune.cli.starting import importing
 from shardtune.errors import ConfigError
 
@@ -24,15 +24,18 @@ def predict(
     ],
     text: Annotated[list[str] | None, typer.Argument(metavar="[TEXT …]", help="Texts, each a row.")] = None,
     file: Annotated[
-        Path | None, typer.Option(help="A file with rows as in training, without the target; answered in order.")
+        Path | None,
+        typer.Option(help="A file with rows as in training, with or without the target; answered in order."),
     ] = None,
+    prepared: Prepared = False,
     checkpoint: Checkpoint = "final",
     trust: Trust = None,
 ) -> None:
     """Print predictions, a JSON line for each row: a label with its probabilities, a number, a vector, a score, a text.
 
     It is for the tasks that model.model_type names: sequence_classifier, token_classifier, regression, embedding,
-    reranker, seq2seq. Each line has the row's columns and `prediction`, and `truncated` where the row was cut.
+    reranker, seq2seq. Each line has the row's columns and `prediction`, and `truncated` where the row was cut. To rows
+    of --file data.transform and data.columns of the run's recipe are applied first; a text is read as it is.
 
     **Examples**
 
@@ -49,9 +52,18 @@ def predict(
             where="shardtune predict",
             remedy=f'shardtune predict {run} "a text", or --file rows.jsonl',
         )
+    if prepared and file is None:
+        raise prepared_without_file("predict")
     with importing():
         from shardtune.run.plain_model import load_run_or_model
 
+    source = load_run_or_model(run, trust=trust or ())
     rows = file if file is not None else [{"text": one} for one in text or ()]
-    for line in load_run_or_model(run, trust=trust or ()).predictions(rows, checkpoint=checkpoint):
+    data = source.recipe.data
+    as_they_are = file is None and bool(data.transform or data.columns)
+
+    def note(line: str) -> None:
+        typer.echo(f"predict: {line}", err=True)
+
+    for line in source.predictions(rows, checkpoint=checkpoint, prepared=prepared or as_they_are, report=note):
         typer.echo(json.dumps(line, ensure_ascii=False, default=str))

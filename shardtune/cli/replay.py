@@ -18,7 +18,10 @@ Checkpoint = Annotated[
     str | None,
     typer.Option(help="Where to begin: a step, a path, latest, best, or initial; by default the nearest before it."),
 ]
-Worst = Annotated[int, typer.Option(min=0, help="How many rows with the highest losses are shown token by token.")]
+Worst = Annotated[
+    int | None,
+    typer.Option(min=0, help="How many rows with the highest losses are shown token by token; 3 by default."),
+]
 Rows = Annotated[
     list[str] | None,
     typer.Option("--row", help="A row to leave out, by its number or file:number as listed; may be repeated."),
@@ -36,7 +39,7 @@ def replay(
     only_rows: OnlyRows = False,
     as_json: AsJson = False,
     checkpoint: Checkpoint = None,
-    worst: Worst = 3,
+    worst: Worst = None,
     row: Rows = None,
     quarantine: Quarantine = None,
     reason: Reason = None,
@@ -62,13 +65,21 @@ def replay(
             where="shardtune replay",
             remedy=f"shardtune replay {run} --step {step} --rows --row NUMBER --quarantine quarantine.jsonl",
         )
+    if only_rows and worst is not None:
+        raise ConfigError(
+            "--rows lists the rows and computes no losses, and --worst is about the highest of them",
+            where="shardtune replay",
+            remedy="leave one of them out",
+        )
     from shardtune.run.display import Display, LastingConsole
     from shardtune.run.replay.choose import add_rows
     from shardtune.run.replay.replay import replay as replayed
     from shardtune.run.replay.show import as_json as values
     from shardtune.run.replay.show import show
 
-    found = replayed(run, step, only_rows=only_rows, checkpoint=checkpoint, worst=worst, trust=trust or ())
+    found = replayed(
+        run, step, only_rows=only_rows, checkpoint=checkpoint, worst=3 if worst is None else worst, trust=trust or ()
+    )
     if as_json:
         typer.echo(json.dumps(values(found), indent=2))
     else:

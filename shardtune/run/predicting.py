@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardtune.batch import Sample
-from shardtune.data.encoder import Row, RowError, bad_row
-from shardtune.data.sources.resolve import Source, prepare_row, resolve_sources
-from shardtune.errors import ConfigError
+from shardtune.data.encoder import Row, RowError
+from shardtune.data.sources.inference_rows import InferenceRows, dropped_note
+from shardtune.data.sources.resolve import resolve_sources
+from shardtune.errors import ConfigError, DataError
 from shardtune.models.tasks.task import TaskRoot, TextTask
 from shardtune.training.worker.adapter_task import root_of
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.run_context import silent
 
 Encoded = tuple[Row, Sample, bool]
 """A row, as the model reads it, and whether it was cut."""
@@ -23,13 +25,21 @@ ROWS_AT_ONCE = 32
 """Rows of a forward, unless the recipe has `eval_micro_batch_size` or `micro_batch_size`."""
 
 
-def predict(worker: FSDPSftWorker, rows: str | Path | Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def predict(
+    worker: FSDPSftWorker,
+    rows: str | Path | Sequence[Mapping[str, Any]],
+    *,
+    prepared: bool = False,
+    report: Callable[[str], None] = silent,
+) -> Iterator[dict[str, Any]]:
     """For each row its columns and `prediction`, in order; and `truncated` where it was cut at `data.max_length` or at
     the model's positions.
 
     Args:
         worker: ready to evaluate.
-        rows: a file, or rows in memory; they need no targets.
+        rows: a file, or rows in memory; they need no targets. A row that `data.transform` drops has no prediction.
+        prepared: the rows are as `data.transform` returns them, with the names known here.
+        report: receives a line about the rows that are dropped.
 
     Raises:
         ConfigError: the model is of no task by name.
@@ -46,7 +56,7 @@ def predict(worker: FSDPSftWorker, rows: str | Path | Sequence[Mapping[str, Any]
     actor = worker.recipe.actor
     size = actor.eval_micro_batch_size or actor.micro_batch_size or ROWS_AT_ONCE
     waiting: list[Encoded] = []
-    for one in _encoded(worker, rows):
+    for one in _encoded(worker, rows, InferenceRows.of(worker.recipe.data, prepared=prepared), report):
         waiting.append(one)
         if len(waiting) == size:
             yield from _predicted(worker, waiting)
@@ -55,25 +65,31 @@ def predict(worker: FSDPSftWorker, rows: str | Path | Sequence[Mapping[str, Any]
         yield from _predicted(worker, waiting)
 
 
-def _encoded(worker: SFTWorker, rows: str | Path | Sequence[Mapping[str, Any]]) -> Iterator[Encoded]:
+def _encoded(
+    worker: SFTWorker,
+    rows: str | Path | Sequence[Mapping[str, Any]],
+    reading: InferenceRows,
+    report: Callable[[str], None],
+) -> Iterator[Encoded]:
     assert isinstance(worker.adapter, TextTask)
     spec = str(rows) if isinstance(rows, str | Path) else [dict(row) for row in rows]
-    data = worker.recipe.data
-    for source in resolve_sources(spec, data, purpose="eval", name_format=lambda row: "rows", report=lambda text: None):
+    data = worker.recipe.data.model_copy(update={"transform": None, "columns": {}})
+    dropped = 0
+    for source in resolve_sources(spec, data, purpose="eval", name_format=lambda row: "rows", report=silent):
         for file in source.files:
             for number, row in source.rows(file):
+                where = f"{file.label}: row {number:,}"
                 try:
-                    prepared = _prepared(row, source)
+                    if isinstance(row, RowError):
+                        raise row
+                    prepared = reading.read(row, where)
                     if prepared is not None:
                         yield prepared, *_sample(worker.adapter, prepared)
                 except RowError as error:
-                    raise bad_row(file.label, number, error.reason) from error
-
-
-def _prepared(row: Row | RowError, source: Source) -> Row | None:
-    if isinstance(row, RowError):
-        raise row
-    return prepare_row(row, source)
+                    raise DataError(error.reason, where=where, remedy="mend the row, or take it out") from error
+                dropped += prepared is None
+    if dropped:
+        report(dropped_note(dropped))
 
 
 def _sample(adapter: TextTask, row: Row) -> tuple[Sample, bool]:

@@ -18,7 +18,8 @@ from shardtune.config.own_code import require_consent
 from shardtune.config.paths import user_path
 from shardtune.config.user_code import import_plugins
 from shardtune.data.messages import ROLES
-from shardtune.errors import CheckpointError, ConfigError
+from shardtune.data.sources.inference_rows import InferenceRows
+from shardtune.errors import CheckpointError, ConfigError, DataError
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.choose_worker import Objects, make_worker, worker_class
 from shardtune.run.directory import check_writable, load_config
@@ -212,24 +213,54 @@ class Run:
         ]
         return worker.generator().answers(encoded, sampling)
 
-    def predict(self, rows: Sequence[Mapping[str, Any]], *, checkpoint: str = "final") -> list[dict[str, Any]]:
+    def predict(
+        self, rows: Sequence[Mapping[str, Any]], *, checkpoint: str = "final", prepared: bool = False
+    ) -> list[dict[str, Any]]:
         """What the model of a task by name predicts for each row: a label, a number, a vector, a score, a text.
 
         Args:
             rows: as in training, without targets.
             checkpoint: final, latest, best, a step, or a path.
+            prepared: the rows are as `data.transform` returns them, with the standard names of columns.
 
         Raises:
             ConfigError: the model is of no task by name.
-            DataError: a row cannot be used.
+            DataError: a row cannot be used, or `data.transform` drops it.
         """
-        return [line["prediction"] for line in self.predictions(rows, checkpoint=checkpoint)]
+        found = [line["prediction"] for line in self.predictions(rows, checkpoint=checkpoint, prepared=prepared)]
+        if len(found) != len(rows):
+            raise DataError(
+                f"data.transform drops {len(rows) - len(found)} of {len(rows)} rows, which have no prediction",
+                where="predict(rows)",
+                remedy="leave such rows out; or call predictions, whose lines have the rows' columns",
+            )
+        return found
 
     def predictions(
-        self, rows: str | Path | Sequence[Mapping[str, Any]], *, checkpoint: str = "final"
+        self,
+        rows: str | Path | Sequence[Mapping[str, Any]],
+        *,
+        checkpoint: str = "final",
+        prepared: bool = False,
+        report: Callable[[str], None] = silent,
     ) -> Iterator[dict[str, Any]]:
-        """As `predict`, one row after the other, each with its columns; `rows` may be a file."""
-        return predict(self.worker(checkpoint, *NO_EVALUATION), rows)
+        """As `predict`, one row after the other, each with its columns; `rows` may be a file.
+
+        A row that `data.transform` drops is left out; `report` receives a line with their count.
+        """
+        return predict(self.worker(checkpoint, *NO_EVALUATION), rows, prepared=prepared, report=report)
+
+    def rows_as_trained(self, *, prepared: bool = False) -> InferenceRows:
+        """How the run read a row before it was encoded: by `data.transform`, then `data.columns`.
+
+        Args:
+            prepared: rows are as the transform returns them, and are read as they are.
+
+        Raises:
+            ConfigError: the recipe names code that this user has neither trained with nor named as trusted; or rows
+                are prepared, and it has neither key.
+        """
+        return InferenceRows.of(self.executable_recipe().data, prepared=prepared)
 
     def policy(
         self,

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import shardtune.run.api
 from shardtune.cli.chat import read_prompts
 from shardtune.config import user_code
+from shardtune.data.sources.inference_rows import InferenceRows
 from shardtune.errors import ConfigError, Interrupted
 from tests.support.workspace import END, Outcome, run_cli, write_rows
 
@@ -294,7 +295,7 @@ def test_a_file_of_prompts_is_answered_as_json_lines(learned: Path) -> None:
     called = file.with_name("called.jsonl")
     turns = [{"role": "assistant", "tool_calls": [{"name": "one"}]}, {"role": "tool", "content": "1"}]
     write_rows(called, [{"messages": turns}, {"prompt": "Say one.", "tools": [{"name": "one"}]}])
-    assert [question.tools for question in read_prompts(called)] == [None, [{"name": "one"}]]
+    assert [question.tools for question in read_prompts(called, InferenceRows())[0]] == [None, [{"name": "one"}]]
     wrong = file.with_name("wrong.jsonl")
     write_rows(wrong, [{"prompt": "Say one.", "tools": 3}])
     refused = run_cli("generate", "runs/learned", "--file", str(wrong))

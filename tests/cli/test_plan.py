@@ -31,6 +31,7 @@ def test_other_sizes_are_refused(text: str) -> None:
     [
         ([], "nothing to plan"),
         (["recipe.yaml", "--mfu", "0.5", "--rate-from", "runs/x"], "--rate-from and --mfu exclude each other"),
+        (["recipe.yaml", "--gpu-tflops", "312"], "--mfu is not given"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: list[str], what: str) -> None:

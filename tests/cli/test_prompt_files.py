@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardtune.cli.chat import answer_line, notes_on, read_prompts
+from shardtune.cli.chat import answer_line, read_prompts
+from shardtune.config.schema.data import DataConfig
+from shardtune.data.sources.inference_rows import InferenceRows
+from shardtune.data.sources.transform import load_transform
 from shardtune.errors import ConfigError, DataError
 from shardtune.run.run import Run, _conversation
 from tests.support.workspace import write_rows
@@ -24,7 +27,7 @@ def test_a_line_has_the_rows_own_keys_and_its_answer(tmp_path: Path) -> None:
         {"prompt": "Q", "answer": "gold", "row": 3, "tools": [{"name": "f"}], "images": ["a.png"]},
         {"prompt": "Q", "completion": "A"},
     ])  # fmt: skip
-    questions = read_prompts(file)
+    questions, notes = read_prompts(file, InferenceRows())
     assert [json.loads(answer_line(question, "M")) for question in questions] == [
         {"row": 1, "id": 7, "prompt": [ASKED], "reference": "A", "answer": "M"},
         {"row": 2, "level": {"a": 1}, "prompt": "Add\n\n5 and 6.", "reference": "11", "answer": "M"},
@@ -33,7 +36,7 @@ def test_a_line_has_the_rows_own_keys_and_its_answer(tmp_path: Path) -> None:
         {"row": 4, "prompt": "Q", "reference": "A", "answer": "M"},
     ]  # fmt: skip
     assert [question.raw for question in questions] == [False, False, False, True]
-    assert notes_on(questions) == [
+    assert notes == [
         '3 rows have their answer: it is left out of the prompt and written as "reference"',
         "1 row has prompt and completion as text: the prompt is continued without the chat template, as in training",
     ]
@@ -43,7 +46,7 @@ def test_listed_images_without_places_go_where_training_has_them(tmp_path: Path)
     file = tmp_path / "rows.jsonl"
     row = {"messages": [ASKED, ANSWERED, ASKED, ANSWERED], "image": "a.png"}
     write_rows(file, [row, {**row, "messages": row["messages"][:3]}])
-    answered, open_ended = read_prompts(file)
+    (answered, open_ended), _ = read_prompts(file, InferenceRows())
     assert answered.prompt == open_ended.prompt == [{**ASKED, "content": "<image>Q"}, ANSWERED, ASKED]
 
 
@@ -51,7 +54,7 @@ def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "Q"}\n{"prompt": "Q", "id": 1, "id": 2}\n')
     with pytest.raises(DataError, match="the key 'id' is there twice, with different values") as told:
-        read_prompts(file)
+        read_prompts(file, InferenceRows())
     assert (told.value.where, told.value.remedy) == (f"{file}:2", "leave one of them")
 
 
@@ -59,8 +62,48 @@ def test_a_row_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file, [{"prompt": "Q"}, {"messages": [ANSWERED]}])
     with pytest.raises(DataError, match="nothing to answer") as told:
-        read_prompts(file)
+        read_prompts(file, InferenceRows())
     assert told.value.where == f"{file}:2"
+
+
+def test_rows_are_read_as_training_read_them(tmp_path: Path) -> None:
+    """`data.transform`, then `data.columns`; a column of answers may be missing, and rows that are dropped count."""
+    code = tmp_path / "prepare.py"
+    code.write_text("def shout(row):\n    return None if row['skip'] else {**row, 'problem': row['problem'].upper()}\n")
+    rows = InferenceRows(load_transform(f"{code}:shout"), {"question": "problem", "answer": "solution"})
+    file = tmp_path / "rows.jsonl"
+    given = {"problem": "one?", "question": "not this", "skip": False}
+    write_rows(file, [given, {"problem": "two?", "skip": True}, {**given, "solution": "1"}])
+    questions, notes = read_prompts(file, rows)
+    assert [(one.prompt, one.reference, one.kept["row"]) for one in questions] == [
+        ("ONE?", None, 1),
+        ("ONE?", "1", 3),
+    ]
+    assert notes[0] == "1 row is left out: data.transform drops it"
+    write_rows(file, [given])
+    assert [one.prompt for one in read_prompts(file, InferenceRows())[0]] == ["not this"]
+
+
+def test_a_row_that_the_transform_fails_on_is_named(tmp_path: Path) -> None:
+    (tmp_path / "prepare.py").write_text("def score(row):\n    return None if row['score'] < 1 else row\n")
+    rows = InferenceRows(load_transform(f"{tmp_path}/prepare.py:score"))
+    file = tmp_path / "rows.jsonl"
+    write_rows(file, [{"prompt": "Q", "score": 2}, {"prompt": "Q"}])
+    with pytest.raises(DataError, match=r"data\.transform raised KeyError: 'score'") as told:
+        read_prompts(file, rows)
+    assert told.value.where == f"{file}:2"
+    assert "--prepared" in str(told.value.remedy)
+    write_rows(file, [{"prompt": "Q", "score": 0}] * 2)
+    with pytest.raises(DataError, match="has no rows") as told:
+        read_prompts(file, rows)
+    assert str(told.value.remedy).startswith("2 rows are left out: data.transform drops them")
+
+
+def test_prepared_rows() -> None:
+    data = DataConfig(transform="prepare.py:one", columns={"question": "problem"})
+    assert InferenceRows.of(data, prepared=True) == InferenceRows()
+    with pytest.raises(ConfigError, match=r"neither data\.transform nor"):
+        InferenceRows.of(DataConfig(), prepared=True)
 
 
 @pytest.mark.parametrize(

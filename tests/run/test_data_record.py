@@ -203,7 +203,8 @@ def test_why_a_run_ended_is_reported(tiny: Tiny) -> None:
     assert f"training ends after 4 steps by {limit}" in " ".join(told.split())  # a table, whose lines are wrapped
     assert f"ended after step 4: {limit}" in told
     assert json.loads((tiny.run("epochs") / "manifest.json").read_text())["finished"]["ended"] == limit
-    told = logged(shardtune.train, tiny.recipe("steps", runner__max_steps=2))
+    told = logged(shardtune.train, tiny.recipe("steps", runner__max_steps=2, optim__lr_warmup_steps=9))
+    assert "the warm-up takes 9 steps, and training ends after 2: optim.lr is not reached" in " ".join(told.split())
     assert "ended after step 2: runner.max_steps: 2\n" in told
     early = tiny.recipe(
         "early",

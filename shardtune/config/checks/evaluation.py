@@ -41,6 +41,7 @@ def evaluation(context: Context) -> Iterator[ConfigError]:
 
 ANSWERS = ("max_new_tokens", "temperature", "answer_pattern", "match", "num_samples")
 EPISODES = ("environment_options", "episodes", "episode_seed", "episodes_at_once", "videos", "video_format")
+CHUNKS = ("action_steps", "temporal_ensembling")
 
 
 def idle(context: Context) -> Iterator[ConfigError]:
@@ -87,9 +88,13 @@ def harness(context: Context) -> Iterator[ConfigError]:
 
 def episodes(context: Context) -> Iterator[ConfigError]:
     config, model = context.recipe.eval, context.recipe.actor.model
+    acts = model.adapter is not None or model.model_type not in ("causal_lm", "vision_language", *TASKS)
+    if not acts and context.recipe.actor.worker is None:
+        chosen = {name: getattr(config, name) for name in CHUNKS if getattr(config, name) is not None}
+        yield from context.idle("eval", chosen, f"with {model.model_type}, which predicts no actions", "leave it out")
     if config.environment is None:
         return
-    if model.adapter is None and model.model_type in ("causal_lm", "vision_language", *TASKS):
+    if not acts:
         yield context.problem(
             "eval.environment",
             f"eval.environment: {config.environment} needs a model that acts; {model.model_type} does not",

@@ -5,13 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from pydantic import BaseModel
 
@@ -49,6 +46,7 @@ from shardtune.data.sources.found_files import files_below, fixed_part, matching
 from shardtune.data.sources.hub import Purpose, Selection
 from shardtune.data.sources.memory_rows import is_frame, is_table, records, spool_rows
 from shardtune.data.sources.remote import is_remote, remote_files
+from shardtune.data.sources.transform import Transform, load_transform
 from shardtune.errors import DataError
 
 LEROBOT = "lerobot"
@@ -100,18 +98,6 @@ class SourceFile:
     @property
     def folder(self) -> Path:
         return (self.path.parent if self.root is None else self.root).absolute()
-
-
-RowFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Transform:
-    """The user's function of `data.transform`; `digest` is the hash of its file."""
-
-    spec: str
-    function: RowFunction
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,49 +276,6 @@ def named_sets(spec: object) -> dict[str, object]:
     if isinstance(spec, Mapping) and "path" not in spec:
         return dict(spec)
     return {} if spec is None else {"": spec}
-
-
-def load_transform(spec: str) -> Transform:
-    """The function that `data.transform` names as `file.py:function`, imported from the same bytes that are hashed.
-
-    Imported anew whenever the file has changed, so that a notebook never mixes an old function with a new key.
-    """
-    path, _, name = spec.rpartition(":")
-    where = f"data.transform: {spec}"
-    try:
-        code = Path(path).read_bytes()
-    except OSError as error:
-        remedy = "write file.py:function; relative paths are relative to the recipe's directory"
-        raise DataError(
-            f"{as_written(path or spec)} cannot be read: {error.strerror}", where=where, remedy=remedy
-        ) from error
-    digest = blake2b(code, digest_size=20).hexdigest()
-    function: Any = vars(_import_code(code, path, f"shardtune_transform_{digest}", where)).get(name)
-    if not callable(function):
-        raise DataError(
-            f"{path} has no function {name!r}",
-            where=where,
-            remedy="write `def name(row)` into it, returning a row or None",
-        )
-    return Transform(spec, cast(RowFunction, function), digest)
-
-
-def _import_code(code: bytes, path: str, name: str, where: str) -> ModuleType:
-    if name in sys.modules:
-        return sys.modules[name]
-    module = ModuleType(name)
-    module.__file__ = path
-    sys.modules[name] = module  # so that its definitions can be found by name
-    try:
-        exec(compile(code, path, "exec"), vars(module))
-    except Exception as error:
-        del sys.modules[name]
-        raise DataError(
-            f"importing {path} raised {type(error).__name__}: {error}",
-            where=where,
-            remedy=f"python {path} shows the whole error",
-        ) from error
-    return module
 
 
 # -- data paths ----------------------------------------------------------------------------------------------------
@@ -629,22 +572,15 @@ def prepare_row(row: Row, source: Source) -> Row | None:
 
     The columns of robot data are mapped earlier, when frames are built, and their actions are converted last.
     """
-    if source.transform is not None:
-        try:
-            changed = source.transform.function(dict(row))
-        except Exception as error:
-            raise RowError(f"data.transform raised {type(error).__name__}: {error}") from error
-        if changed is None:
-            return None
-        if not isinstance(changed, Mapping):
-            raise RowError(f"data.transform gave {type(changed).__name__}, not a row or None")
-        row = changed
+    prepared = row if source.transform is None else source.transform.applied(row)
+    if prepared is None:
+        return None
     if source.frames is None:
-        return rename_columns(row, source.columns)
+        return rename_columns(prepared, source.columns)
     if source.representation is None:
-        return row
-    describe_frame(row)
-    return source.representation.converted(row)
+        return prepared
+    describe_frame(prepared)
+    return source.representation.converted(prepared)
 
 
 def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: str) -> tuple[str, Row]:

@@ -39,6 +39,10 @@ def summarise(
     if horizon < recipe.runner.max_steps:
         limit = position.limit(horizon)
         notes.append(f"training ends after {horizon:,} steps by {limit}; runner.max_epochs: -1 sets no such limit")
+    warmup = recipe.actor.optim.lr_warmup_steps
+    if warmup > horizon:
+        short = f"the warm-up takes {warmup:,} steps, and training ends after {horizon:,}"
+        notes.append(f"{short}: optim.lr is not reached")
     counted = not isinstance(loader, StepLoader) or loader.is_counted
     all_trained = all(parameter.requires_grad for parameter in parameters.values())
     return RunSummary(

@@ -348,6 +348,11 @@ def adapted(folder: Path) -> shardtune.Run:
     values = recipe(folder, "sequence_classifier", data, "lora", precision="fp32", is_lora=True, lora={"r": 2})
     values["optim"] = {"lr": 0.05, "lr_scheduler": "constant", "lr_warmup_steps": 0}
     values["runner"]["save_interval"] = 2
+    code = folder / "prepare.py"
+    code.write_text(
+        "def prepared(row):\n    return None if row['text'] == 'drop me' else {**row, 'said': row['text']}\n"
+    )
+    values["data"] |= {"transform": f"{code}:prepared", "columns": {"text": "said", "label": "label"}}
     run = shardtune.train(values)
     Path(values["data"]["train_data_paths"]).unlink()
     return run
@@ -378,6 +383,27 @@ def test_an_adapter_holds_the_head_and_loads_with_peft(folder: Path, adapted: sh
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card
     assert "AutoModelForSequenceClassification.from_pretrained" in card
+
+
+@pytest.mark.lengthy
+def test_rows_are_read_as_in_training(adapted: shardtune.Run, tmp_path: Path):
+    """`data.transform` and `data.columns` of the recipe; rows without targets may lack a column."""
+    expected = adapted.predict(SEEN[:1])
+    assert adapted.predict(SEEN[:1], prepared=True) == expected
+    with pytest.raises(DataError, match=r"data\.transform drops 1 of 2 rows"):
+        adapted.predict([SEEN[0], {"text": "drop me"}])
+    file = write(tmp_path / "rows.jsonl", [{"text": "drop me"}, {"text": "red cat", "number": 3}])
+    printed = run_cli("predict", str(adapted.dir), "--file", file)
+    assert [json.loads(line) for line in printed.out.splitlines()] == [
+        {"text": "red cat", "number": 3, "prediction": expected[0]}
+    ]
+    assert "predict: 1 row is left out: data.transform drops it" in printed.err
+    assert json.loads(run_cli("predict", str(adapted.dir), "drop me").out)["text"] == "drop me"
+    write(tmp_path / "rows.jsonl", [{"number": 3}])
+    failed = run_cli("predict", str(adapted.dir), "--file", file)
+    assert failed.code == 2
+    assert "data.transform raised KeyError: 'text'" in failed.err
+    assert "rows.jsonl: row 1" in failed.err
 
 
 @pytest.mark.lengthy

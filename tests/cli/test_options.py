@@ -1,0 +1,33 @@
+"""Options that leave each other without effect are refused, or it is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardtune.cli.commands import app
+from shardtune.cli.generate import _sampling
+from shardtune.errors import ConfigError
+from shardtune.evaluate.generate import Sampling
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["replay", "runs/x", "--step", "1", "--rows", "--worst", "2"], "--rows lists the rows and computes no losses"),
+        (["data", "audit", "recipe.yaml", "--near", "off", "--sample", "9"], "--near off compares none"),
+        (["predict", "runs/x", "a text", "--prepared"], "--prepared is about the rows of --file"),
+        (["generate", "runs/x", "a text", "--prepared"], "--prepared is about the rows of --file"),
+    ],
+)
+def test_options_that_exclude_each_other(words: list[str], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        app(words, standalone_mode=False)
+
+
+def test_sampling_without_a_temperature_is_greedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _sampling("generate", 9, 0.0, 0.9, 3) == Sampling(9, 0.0, 0.9, 3)
+    note = "generate: --top-p and --seed have no effect: decoding is greedy without --temperature\n"
+    assert capsys.readouterr().err == note
+    assert _sampling("chat", 9, 0.0, None, None) == Sampling(9)
+    assert _sampling("chat", 9, 0.5, 0.9, None) == Sampling(9, 0.5, 0.9, 0)
+    assert capsys.readouterr().err == ""
