@@ -82,6 +82,7 @@ class ChatTemplate:
         self.marks_generation = _GENERATION.search(text) is not None
         self._outlines: dict[Shape, Outline | None] = {}
         self._read: dict[str, bool] = {}
+        self._prints: dict[str, bool] = {}
         self._dated: dict[object, str] = {}
         wrong = fault(self.arguments, self._variables, self._special) if self.arguments else None
         if wrong is not None:
@@ -162,6 +163,22 @@ class ChatTemplate:
                         f"message {number}: {unknown_key(key, message_keys())} "
                         "(data.ignored_keys names keys to leave out)"
                     )
+            if "name" in message and not self._prints_name(message["role"]):
+                raise RowError(
+                    f"message {number}: the chat template does not print the name {message['name']!r} of a "
+                    f"{message['role']} turn (data.ignored_keys: [name] leaves names out)"
+                )
+
+    def _prints_name(self, role: str) -> bool:
+        """Whether the names of a role's turns are printed. Those of tools are in the calls that they answer."""
+        if role not in self._prints:
+            roles = (*(("system",) if role == "system" else ()), "user", "assistant")
+            turns = [{"role": one, "content": "?", **({"name": _MARK} if one == role else {})} for one in roles]
+            try:
+                self._prints[role] = role == "tool" or _MARK in self.render(turns, None)
+            except RowError:  # nothing is known; the row itself says what the template refuses
+                self._prints[role] = True
+        return self._prints[role]
 
     def check_arguments(self, arguments: Arguments) -> None:
         """Raises `RowError` for an argument of a row that the template does not read."""

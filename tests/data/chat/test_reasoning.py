@@ -263,6 +263,28 @@ class TestKeys:
         read = encode(accepting, marked)
         assert "assistanten\n" in tokenizer.decode(read.input_ids)
 
+    @pytest.mark.parametrize("role", ["system", "user", "assistant"])
+    def test_names_of_speakers(self, role: str, make_tokenizer: Any) -> None:
+        tokenizer = make_tokenizer(eos_token="<|im_end|>")
+        text = load_template("chatml", tokenizer)
+        assert text is not None
+        turns = [turn(one, "Hi", **({"name": "Ada"} if one == role else {})) for one in ("system", "user", "assistant")]
+        with pytest.raises(RowError, match=rf"does not print the name 'Ada' of a {role} turn \(data.ignored_keys: \["):
+            encode(ChatEncoder(tokenizer, text), turns)
+        encode(ChatEncoder(tokenizer, text, ignored_keys=["name"]), turns)
+        printing = text.replace("message.role + '\\n'", "message.role + (message.name or '') + '\\n'")
+        assert printing != text
+        accepting = ChatEncoder(tokenizer, printing, on_prompt_mismatch="accept")
+        assert f"{role}Ada\n" in tokenizer.decode(encode(accepting, turns).input_ids)
+
+    def test_names_of_tools_are_in_their_calls(self, make_tokenizer: Any) -> None:
+        tokenizer = make_tokenizer(eos_token="<|eot_id|>")
+        encoder = ChatEncoder(tokenizer, LOSING["llama3"], on_prompt_mismatch="accept")
+        asked = [turn("user", "Sun?"), turn("assistant", None, tool_calls=[CALL])]
+        answer = turn("assistant", "Yes.")
+        given = [encode(encoder, [*asked, turn("tool", "yes", **more), answer]) for more in ({}, {"name": "look"})]
+        assert given[0].input_ids.tolist() == given[1].input_ids.tolist()
+
     def test_of_prompts(self, make_tokenizer: Any) -> None:
         tokenizer = make_tokenizer(eos_token="<|im_end|>")
         encoder = ChatEncoder(tokenizer, load_template("chatml", tokenizer))
