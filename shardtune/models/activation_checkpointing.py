@@ -42,8 +42,10 @@ with rank 16, k is 16 and n is 4096: recomputed.
 def set_execution(model: nn.Module, units: Sequence[nn.Module], config: ModelConfig) -> None:
     """Apply `actor.model.gradient_checkpointing` and `actor.model.compile` to a model, in place, before it is sharded.
 
+    A second call changes nothing more.
+
     Args:
-        model: any module; a model of transformers uses its own checkpointing where it has one.
+        model: any module; a model of transformers in it uses its own checkpointing where it has one.
         units: the modules that are sharded as a unit; each is checkpointed, or compiled, by itself.
         config: the section `actor.model`.
 
@@ -96,10 +98,13 @@ def _dropout(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object
 
 
 def _checkpoint_units(model: nn.Module, units: Sequence[nn.Module], kind: bool | str) -> None:
-    if isinstance(model, PreTrainedModel) and model.supports_gradient_checkpointing:
-        model.activation_checkpointing_enable(checkpoint_arguments(kind))
-        return
-    if not units:
+    pretrained = outermost([one for one in model.modules() if isinstance(one, PreTrainedModel)])
+    own = [one for one in pretrained if isinstance(one, PreTrainedModel) and one.supports_gradient_checkpointing]
+    for one in own:
+        one.activation_checkpointing_enable(checkpoint_arguments(kind))
+    within = {id(module) for one in own for module in one.modules()}
+    units = [unit for unit in units if id(unit) not in within]
+    if not units and not own:
         raise ModelError(
             f"{type(model).__name__} has no units whose activations could be computed again",
             where=f"actor.model.gradient_checkpointing: {str(kind).lower()}",
@@ -107,4 +112,5 @@ def _checkpoint_units(model: nn.Module, units: Sequence[nn.Module], kind: bool |
             "set it to false",
         )
     for unit in units:
-        unit.forward = partial(checkpoint, unit.forward, **checkpoint_arguments(kind))
+        if not (isinstance(unit.forward, partial) and unit.forward.func is checkpoint):
+            unit.forward = partial(checkpoint, unit.forward, **checkpoint_arguments(kind))

@@ -63,13 +63,17 @@ def get_model(
         recipe = Recipe(actor=ActorConfig(model=with_overrides(config, override_config_kwargs)))
         adapter = vision_language_action(recipe, recipe.actor.model)
     elif (ready := policy_class(model_type) or task_class(model_type)) is not None:
+        adapter = ready.from_recipe(Recipe(actor=ActorConfig(model=config)))
         with init_empty_weights():
-            return ready.from_recipe(Recipe(actor=ActorConfig(model=config))).build()
+            model = adapter.build()
+        adapter.set_execution(model)
+        return model
     else:
         kinds = {"causal_lm": causal_lm, "vision_language": vision_language}
         adapter = kinds.get(model_type, causal_lm)(config, overrides=override_config_kwargs)
     with init_empty_weights():
         model = adapter.build()
+    adapter.set_execution(model)
     adapter.one_row_per_forward(model)  # a user's batch is padded, so the model's own attention reads its mask
     return model
 

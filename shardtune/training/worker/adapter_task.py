@@ -95,11 +95,13 @@ class AdapterTask(CachedRowsTask):
         """The adapter's root over a model without memory, and notes."""
         model, notes = build_empty(self.adapter.build, self.recipe.runner.seed)
         check_value_head(self.adapter, model)
-        self.adapter.set_execution(model)
         return self._hooks.attach(self.adapter.root(model)), notes
 
     def inner_model(self, model: nn.Module) -> nn.Module:
         return root_of(model).model
+
+    def set_execution(self, model: nn.Module) -> None:
+        self.adapter.set_execution(model)
 
     def probe_assumptions(
         self, model: nn.Module, device: torch.device, report: Callable[[str], None] = silent

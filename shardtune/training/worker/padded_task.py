@@ -20,6 +20,7 @@ from shardtune.data.loader.step_loader import BatchMaker, Changes, Limits, Rows
 from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.data.user_loader.batch import with_names
 from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, evaluation_blocks, sum_evaluation, summarize
+from shardtune.models.activation_checkpointing import set_execution
 from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import TOKENS, CausalLM
 from shardtune.parallel.meta_init import init_empty_weights
@@ -95,6 +96,10 @@ class PaddedTask(CachedRowsTask):
 
     def inner_model(self, model: nn.Module) -> nn.Module:
         return model.model if isinstance(model, PaddedRoot) else model
+
+    def set_execution(self, model: nn.Module) -> None:
+        """Also of a model that the trainer's own method makes; a second time changes nothing."""
+        set_execution(model, self.shard_units(model)[0], self.recipe.actor.model)
 
     # Rows.
 

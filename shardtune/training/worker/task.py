@@ -106,6 +106,10 @@ class Task(ABC):
         """The model inside the sharded root, by whose names checkpoints are written."""
 
     @abstractmethod
+    def set_execution(self, model: nn.Module) -> None:
+        """Apply `actor.model.gradient_checkpointing` and `actor.model.compile` to the inner model."""
+
+    @abstractmethod
     def initial_weights(self) -> WeightSource:
         """The initial weights of a model built without memory; None: from the module's own constructor."""
 

@@ -12,6 +12,7 @@ from shardtune.config import DataEntry, Recipe
 from shardtune.data.cache_directory import cache_root
 from shardtune.data.sources.fingerprint import fingerprints
 from shardtune.data.user_loader.rng import LoaderRng
+from shardtune.models.activation_checkpointing import set_execution
 from shardtune.models.adapter import WeightSource, cannot_share_sequences
 from shardtune.models.value_loss import HEAD
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
@@ -86,6 +87,10 @@ class UserTask(Task):
 
     def inner_model(self, model: nn.Module) -> nn.Module:
         return model
+
+    def set_execution(self, model: nn.Module) -> None:
+        """Whatever made the model: `get_model` has done so already, and a second time changes nothing."""
+        set_execution(model, self.shard_units(model)[0], self._recipe.actor.model)
 
     def initial_weights(self) -> WeightSource:
         config = self._recipe.actor.model
