@@ -39,6 +39,10 @@ def audit(
     """
     if near not in ("on", "off"):
         raise ConfigError(f"--near is {near}", where="--near", remedy="on or off")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{html} cannot be written: there is no folder {html.parent}", where="--html", remedy="make the folder"
+        )
     if near == "off" and sample is not None:
         raise ConfigError(
             "--sample is how many rows are compared by n-grams, and --near off compares none",

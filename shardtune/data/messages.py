@@ -236,7 +236,10 @@ def loss_weight_of(turn: Mapping[str, object]) -> float | None:
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
     calls = parsed(calls, "tool_calls")
-    return [_tool_call(call) for call in ([calls] if isinstance(calls, Mapping) else calls)]
+    calls = [calls] if isinstance(calls, Mapping) else calls
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise RowError(f"the calls of tools are {excerpt(calls)}, not a list of objects with name and arguments")
+    return [_tool_call(call) for call in calls]
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
@@ -245,7 +248,16 @@ def _tool_call(call: Any) -> dict[str, Any]:
         raise RowError(f"a tool call without a name: {excerpt(call)}")
     known = {"name", "arguments"} | _CALL_KEYS
     unused = [key for key, value in function.items() if key not in known and value is not None]
-    unused += [key for key, value in call.items() if key not in known | {"function"} and value is not None]
+    outside = _CALL_KEYS | ({"function"} if "function" in call else known)
+    # The same value twice is no fault: some write a call in both forms.
+    unused += [
+        key for key, value in call.items() if key not in outside and value is not None and value != function.get(key)
+    ]
+    if unused and unused[0] in known:
+        raise RowError(
+            f"a call of {function['name']}: {unused[0]} stands beside the key function, which has "
+            f"{excerpt(function.get(unused[0]))}; write it into function"
+        )
     if unused:
         raise RowError(f"a call of {function['name']}: {unknown_key(unused[0], ['name', 'arguments'])}")
     # Templates write the arguments with `tojson`; a JSON string would come out quoted twice.

@@ -109,7 +109,25 @@ def read_example(row: Row, name: str | None = None) -> Example:
     media = [key for key in MEDIA_KEYS if row.get(key)]
     if media:
         raise RowError(f"the row has {media[0]}, but this model takes text only")
+    _refuse_weight(row, known)
     return known.read(row)
+
+
+def _refuse_weight(row: Row, known: RowFormat) -> None:
+    """Refuse a weight of the whole row, which no format has; a column `weight` of text is another thing."""
+    weight = row.get("weight")
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    key = "loss_weight" if row.get("loss_weight") is not None else "weight" if is_number else None
+    if key is None:
+        return
+    if known.name == "tokens":
+        remedy = "loss_weights has one for each token"
+    elif known.name == "text" or (known.name == "prompt_completion" and isinstance(row["prompt"], str)):
+        remedy = "text has none; give messages, or leave such rows out (data.transform)"
+    else:
+        remedy = "write it into the assistant's turns"
+    other = "" if key == "loss_weight" else "; a column of another meaning needs another name (data.transform)"
+    raise RowError(f"{key} ({row[key]}) is a key of a message, not of a row: {remedy}{other}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +231,17 @@ def _read_alpaca(row: Row) -> Chat:
 
 
 def _history(row: Row) -> list[tuple[str, str]]:
-    pairs = row.get("history") or []
-    if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+    pairs = parsed(row.get("history") or [], "history")
+    if not isinstance(pairs, Sequence) or not all(_is_pair(pair) for pair in pairs):
         raise RowError("history is not a list of [question, answer] pairs")
-    return [(str(question), str(answer)) for question, answer in pairs]
+    texts = [[_text({"history": text}, "history") for text in pair] for pair in pairs]
+    return [
+        (_filled(question, "question in history"), _filled(answer, "answer in history")) for question, answer in texts
+    ]
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
 
 
 def _read_question(row: Row) -> Chat:
@@ -231,6 +256,13 @@ def _read_completion(row: Row) -> Example:
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RowError("prompt and completion must both be text, or both lists of messages")
     before = _turns(prompt, "prompt")
+    for number, turn in enumerate(before, 1):
+        weight = numbered(number, turn, loss_weight_of) if role_of(turn) == "assistant" else None
+        if weight not in (None, 0, 1):
+            raise RowError(
+                f"message {number} of the prompt has the loss_weight {weight:g}, and only the completion is trained; "
+                "begin the completion with it, or give messages"
+            )
     # Only the completion is trained, so assistant turns in the prompt get weight 0.
     given = [{**turn, "loss_weight": 0, "weight": None} if role_of(turn) == "assistant" else turn for turn in before]
     return _chat([*given, *_turns(completion, "completion")], row)
@@ -307,22 +339,30 @@ def conversation(turns: Sequence[Mapping[str, object]]) -> Chat:
 
 
 def _chat(turns: Sequence[Mapping[str, object]], row: Row) -> Chat:
-    if row.get("loss_weight") is not None:
-        raise RowError("loss_weight is a key of a message, not of a row: write it into the assistant's turns")
-    if isinstance(weight := row.get("weight"), (int, float)) and not isinstance(weight, bool):
-        raise RowError(
-            f"weight ({weight:g}) is a key of a message, not of a row: write it into the assistant's turns; a column "
-            "of another meaning needs another name (data.transform)"
-        )
     opened = conversation(turns)
     messages, weights = list(opened.messages), list(opened.weights)
     system = _text(row, "system")
+    check_system(system, messages[0])
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
         weights.insert(0, None)
     _require_answers(messages, weights)
     name_calls(messages)
     return Chat(tuple(messages), tuple(weights), read_tools(row.get("tools")), read_arguments(row.get(ARGUMENTS)))
+
+
+def check_system(system: str, first: Mapping[str, object]) -> None:
+    """Raises `RowError` if a row has two system prompts, which differ.
+
+    Args:
+        system: of the row's column.
+        first: the first message of its conversation, as it is read.
+    """
+    if system and first["role"] == "system" and first["content"] != system:
+        raise RowError(
+            f"the column system is {excerpt(system)}, and the conversation begins with the system turn "
+            f"{excerpt(first['content'])}; keep one of them"
+        )
 
 
 def _require_answers(messages: list[dict[str, Any]], weights: list[float | None]) -> None:

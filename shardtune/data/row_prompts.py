@@ -8,7 +8,7 @@ from typing import Any
 
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.messages import parsed, role_of
-from shardtune.data.row_formats import Chat, present, read_example
+from shardtune.data.row_formats import Chat, check_system, present, read_example
 
 _FORMATS = (
     # Those of training, in its order; then those without an answer.
@@ -96,7 +96,9 @@ def _split(row: Row, turns: list[dict[str, Any]], least: int, keys: tuple[str, .
     if not stop:
         raise RowError("every turn is the assistant's, so there is nothing to answer")
     before = turns[:stop]
-    if row.get("system") and role_of(turns[0]) != "system":
+    if row.get("system") and role_of(turns[0]) == "system":
+        check_system(str(row["system"]), {"role": "system", "content": _content(turns[0])})
+    elif row.get("system"):
         role, content = ("from", "value") if "from" in turns[0] else ("role", "content")
         before.insert(0, {role: "system", content: row["system"]})
     return RowPrompt(before, _answer(turns[stop:]), keys)

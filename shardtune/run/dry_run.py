@@ -37,7 +37,7 @@ from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.cached_rows import EvaluationSet
-from shardtune.training.worker.reported import training_method
+from shardtune.training.worker.reported import check_worker_monitors, training_method
 from shardtune.training.worker.run_context import RunContext
 from shardtune.training.worker.task import Evaluation
 from shardtune.training.worker.user_evaluation import require_all_samples
@@ -67,6 +67,7 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
     try:
         worker.setup(RunContext(report=display.report, notes=[*loaded.notes, *unused_workers(loaded, worker)]))
         worker.loader.check_ranks(num_ranks(loaded.runner))
+        check_worker_monitors(worker)
         display.first_screen(worker.summary(), *_first_row(worker), plan.run_dir)
         _show_further_rows(display, worker)
         found = training_method(worker)()

@@ -44,7 +44,7 @@ from shardtune.training.run_files import RunFiles
 from shardtune.training.saver import Saver, UnfitWeights, on_main
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.training.worker.reported import evaluation_method, training_method
+from shardtune.training.worker.reported import check_worker_monitors, evaluation_method, training_method
 from shardtune.training.worker.run_context import RunContext
 
 
@@ -140,8 +140,7 @@ class SFTRunner:
         actor.setup(self._context)
         self._model, self._position, self._evaluates = actor.state, actor.position, actor.evaluates
         self._run_training, self._run_eval = training_method(actor), evaluation_method(actor)
-        known = actor.task.metric_names() if self._evaluates else []
-        check_monitors(self._recipe.runner, None if known is None else [*known, *TRAIN_METRICS])
+        check_worker_monitors(actor)
         self._saver.require_space()
         self._callbacks.make()
         if self._resume_from is not None:

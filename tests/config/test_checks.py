@@ -49,6 +49,11 @@ EVAL = "data.eval_data_paths=eval.jsonl"
             "stores the teacher's tokens of all rows",
         ),
         (["data.cache=by_file", "runner.max_steps=5", "data.quarantine=q.jsonl"], "looks for its rows in all files"),
+        (
+            ["data.ignored_keys=[turn, loss_weight]"],
+            "data.ignored_keys: loss_weight is a key that messages are read by",
+        ),
+        (["data.ignored_keys=[thinking]"], "data.ignored_keys: thinking is a key that messages are read by"),
         (["runner.logger.prometheus.port=9000"], "without prometheus in runner.logger.logger_backends"),
         (["runner.logger.rank_logs=true"], "runner.logger.rank_logs has no effect on a single process"),
         (["eval.generate=true"], "eval.generate: true needs evaluation data"),

@@ -227,6 +227,16 @@ CHAT_FAULTS = [
         [user("Hi"), assistant("", tool_calls=[{"name": "a", "parameters": {"x": 1}}])],
         "a call of a: the key 'parameters' has no meaning here: a call has its arguments under arguments",
     ),
+    (
+        [user("Hi"), assistant("", tool_calls=[{"function": {"name": "a"}, "arguments": {"x": 1}}])],
+        "a call of a: arguments stands beside the key function, which has None",
+    ),
+    (
+        [user("Hi"), assistant("", tool_calls=[{"name": "b", "function": {"name": "a", "arguments": {}}}])],
+        "a call of a: name stands beside the key function, which has 'a'",
+    ),
+    ([user("Hi"), assistant("", tool_calls=3)], "message 2: the calls of tools are 3, not a list"),
+    ([user("Hi"), {"from": "function_call", "value": None}], "message 2: the calls of tools are None, not a list"),
 ]
 
 
@@ -237,9 +247,22 @@ def test_faulty_chats(messages, message):
 
 
 ROW_FAULTS = [
-    ({"messages": [user("a"), assistant("b")], "loss_weight": 0.5}, "loss_weight is a key of a message, not of a row"),
+    ({"messages": [user("a"), assistant("b")], "loss_weight": 0.5}, r"loss_weight \(0.5\) is a key of a message"),
     ({"messages": [user("a"), assistant("b")], "weight": 0}, r"weight \(0\) is a key of a message.*data.transform"),
     ({"question": "Hi", "answer": "Hello", "weight": 0.5}, r"weight \(0.5\) is a key of a message, not of a row"),
+    ({"prompt": "a", "completion": "b", "loss_weight": 0}, r"loss_weight \(0\) is .*: text has none; give messages"),
+    ({"text": "a", "weight": 2.5}, r"weight \(2.5\) is .*: text has none"),
+    ({"input_ids": [1, 2], "loss_weight": 0.5}, r"loss_weight \(0.5\) is .*: loss_weights has one for each token"),
+    (
+        {"prompt": [user("a"), assistant("b", weight=2), user("c")], "completion": [assistant("d")]},
+        "message 2 of the prompt has the loss_weight 2, and only the completion is trained",
+    ),
+    (
+        {"system": "Be brief.", "messages": [{"role": "system", "content": "Be long."}, user("a"), assistant("b")]},
+        "the column system is 'Be brief.', and the conversation begins with the system turn 'Be long.'",
+    ),
+    ({"instruction": "a", "output": "b", "history": [["q", None]]}, "the answer in history is empty"),
+    ({"instruction": "a", "output": "b", "history": [["q", ["x"]]]}, "history is list, not text"),
     ({"question": "Hi", "answer": ""}, "message 2: the assistant's answer is empty"),
     ({"question": " ", "answer": "a"}, "the question is empty"),
     ({"question": "Hi", "answer": None}, "looks like question/answer, but has no answer"),
@@ -263,6 +286,26 @@ ROW_FAULTS = [
 def test_faulty_rows(row, message):
     with pytest.raises(RowError, match=message):
         read_example(row)
+
+
+def test_what_is_given_twice_alike_is_no_fault():
+    system = {"role": "system", "content": "Be brief."}
+    messages = [system, *ROWS["messages"]["messages"]]
+    assert read_example({"messages": messages, "system": "Be brief."}) == read_example({"messages": messages})
+    call = {"name": "a", "arguments": {"x": 1}}
+    both, one = ([user("Hi"), assistant("", tool_calls=[form])] for form in ({**call, "function": call}, call))
+    assert read_example({"messages": both}) == read_example({"messages": one})
+    prompt = [user("a"), assistant("b", loss_weight=0), user("c")]
+    plain = [user("a"), assistant("b"), user("c")]
+    completion = [assistant("d")]
+    assert read_example({"prompt": prompt, "completion": completion}) == read_example(
+        {"prompt": plain, "completion": completion}
+    )
+
+
+def test_history_as_json_text():
+    row = {"instruction": "a", "output": "b", "history": [["q", "r"], ["s", 7]]}
+    assert read_example({**row, "history": json.dumps(row["history"])}) == read_example(row)
 
 
 def test_a_column_of_text_named_weight():

@@ -18,7 +18,7 @@ FETCHED = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]},
 ROWS: list[dict[str, Any]] = [
     {"messages": [ASKED, ANSWERED]},
     {"system": "S", "messages": [ASKED, ANSWERED, ASKED, ANSWERED]},
-    {"system": "T", "messages": [SYSTEM, ASKED, ANSWERED]},
+    {"system": "S", "messages": [SYSTEM, ASKED, ANSWERED]},
     {"messages": [ASKED, *FETCHED, ANSWERED]},
     {"conversations": [HUMAN, GPT]},
     {"system": "S", "conversations": [HUMAN, GPT, HUMAN, GPT]},
@@ -108,3 +108,10 @@ def test_an_answer_that_is_more_than_a_text_stays_turns() -> None:
 def test_what_cannot_be_asked_is_refused(row: dict[str, Any], says: str) -> None:
     with pytest.raises(RowError, match=says):
         read_row_prompt(row)
+
+
+def test_two_system_prompts_that_differ() -> None:
+    with pytest.raises(
+        RowError, match="the column system is 'T', and the conversation begins with the system turn 'S'"
+    ):
+        read_row_prompt({"system": "T", "messages": [SYSTEM, ASKED]})

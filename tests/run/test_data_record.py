@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune
-from shardtune.errors import DataError
+from shardtune.errors import ConfigError, DataError
 from shardtune.run.dry_run import dry_run, preview
 from tests.support.tiny_run import Tiny, lines, make_tiny, rows, train_on_ranks, write_rows
 
@@ -216,6 +216,14 @@ def test_why_a_run_ended_is_reported(tiny: Tiny) -> None:
     told = logged(shardtune.train, early)
     assert "ended after step 3: eval/loss has not improved in 2 evaluations; the best, " in told
     assert "was at step 1 (runner.early_stop)" in told
+
+
+def test_a_dry_run_refuses_a_monitor_that_is_never_measured(tiny: Tiny) -> None:
+    recipe = tiny.recipe("monitor", data__eval_data_paths={"one": str(tiny.folder / "eval.jsonl")})
+    for monitor in ("best.monitor=eval/other/loss", "early_stop={enabled: true, monitor: eval/other/loss}"):
+        with pytest.raises(ConfigError, match="no evaluation of this run gives 'eval/other/loss'"):
+            dry_run(recipe, f"runner.{monitor}")
+    assert dry_run(recipe, "runner.best.monitor=eval/one/loss")["train/loss"] > 0
 
 
 @pytest.mark.parametrize("by", ["rows", "tokens"])

@@ -22,6 +22,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
         rows.length,
         rows.by_file,
         rows.bad_rows,
+        rows.ignored_keys,
         rows.evaluation_weights,
         optimization.schedule,
         run.duration,

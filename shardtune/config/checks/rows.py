@@ -10,6 +10,14 @@ from shardtune.config.schema.data import DataConfig, DataEntry
 from shardtune.config.values import WORKERS
 from shardtune.errors import ConfigError
 
+READ_KEYS = {
+    **dict.fromkeys(("role", "from", "content", "value"), "leave it out of the list: a message has a role and content"),
+    **dict.fromkeys(("loss_weight", "weight"), "a function for data.transform leaves weights out"),
+    **dict.fromkeys(("thinking", "reasoning"), "data.thinking: strip leaves all reasoning out"),
+    "function_call": "name tool_calls, under which all calls are read; or leave calls out in data.transform",
+}
+"""Keys of messages that cannot be ignored, and what to do instead."""
+
 
 def required(context: Context) -> Iterator[ConfigError]:
     actor, model = context.recipe.actor, context.recipe.actor.model
@@ -114,6 +122,17 @@ def bad_rows(context: Context) -> Iterator[ConfigError]:
             f"data.max_bad_rows ({data.max_bad_rows}) has no effect with data.on_bad_row: fail: the first ends the run",
             "set data.on_bad_row: skip, or leave it out",
         )
+
+
+def ignored_keys(context: Context) -> Iterator[ConfigError]:
+    """Keys that a message is read by, before any is left out."""
+    for name in context.recipe.data.ignored_keys:
+        if name in READ_KEYS:
+            yield context.problem(
+                "data.ignored_keys",
+                f"data.ignored_keys: {name} is a key that messages are read by, and not one without a meaning",
+                READ_KEYS[name],
+            )
 
 
 def evaluation_weights(context: Context) -> Iterator[ConfigError]:

@@ -23,7 +23,7 @@ from shardtune.data.loader.prefetch import ProcessDied, computed_ahead
 from shardtune.data.progress import BuildProgress
 from shardtune.data.robot.frames import FrameRow
 from shardtune.data.row_files import Chunk
-from shardtune.data.row_formats import in_format
+from shardtune.data.row_formats import in_format, unread_keys
 from shardtune.data.sources.resolve import Source, SourceFile, prepare_row
 from shardtune.errors import DataError
 
@@ -145,9 +145,12 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
     if prepared is None:
         tally.filtered.add(number, "")
         return []
+    given = prepared
     if task.source.format is not None:
         prepared = in_format(prepared, task.source.format)
     whole = task.encoder.encode(prepared)
+    if task.source.is_text:
+        tally.note_unread(unread_keys(given, task.source.format), number)
     try:
         fitted = task.encoder.fit(whole)
     except RowDropped as dropped:

@@ -30,6 +30,7 @@ _OUTCOMES = {
     "bad": "skipped, not usable",
 }
 QUARANTINED = "quarantined"
+_SHOWN_KEYS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class DataReport:
                     rows = f"{notes.count:,} of {file.tally.rows:,} rows"
                     what = text.replace("data.max_length", limit)
                     yield f"{file.label}: {rows} {what}{share}: {_first(notes, examples)}"
+            yield from _unread(file)
 
     def quarantined(self, examples: int = 3) -> Iterator[str]:
         """One line per file with rows that `data.quarantine` leaves out, with the first of them."""
@@ -111,6 +113,18 @@ class DataReport:
             outcomes[QUARANTINED] = file.quarantined.count
             found.append({**about, **{outcome: count for outcome, count in outcomes.items() if count}})
         return found
+
+
+def _unread(file: FileReport) -> Iterator[str]:
+    """A line on keys of some rows that are not read; those of all rows are named with the source."""
+    tally = file.tally
+    encoded = tally.rows - tally.filtered.count - tally.bad.count
+    found = [(key, notes) for key, notes in tally.unread.items() if notes.count < encoded]
+    shown = [f"{key} ({notes.count:,} of {tally.rows:,}, row {notes.first[0][0]:,})" for key, notes in found]
+    if len(shown) > _SHOWN_KEYS:
+        shown[_SHOWN_KEYS:] = [f"and {len(shown) - _SHOWN_KEYS:,} more"]
+    if shown:
+        yield f"{file.label}: not read are keys that some rows have: {', '.join(shown)}"
 
 
 def _digest(numbers: Sequence[int]) -> str:

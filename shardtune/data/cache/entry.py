@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypedDict
+from typing import IO, Any, NotRequired, TypedDict
 
 import numpy as np
 import xxhash
@@ -92,6 +92,7 @@ class TallyJson(TypedDict):
     prompt_differs: NotesJson
     split: NotesJson
     windows: int
+    unread: NotRequired[dict[str, NotesJson]]  # of an earlier version: none
 
 
 @dataclass(slots=True)
@@ -111,6 +112,7 @@ class Tally:
         trained_tokens: of all kept rows, before they are cut.
         split: kept, in windows. windows: how many more rows of the data set that makes.
         prompt_differs: kept, but their answers are preceded by something else than the prompt of generation.
+        unread: rows with a key that their format does not look at, by key; of the first hundred keys.
     """
 
     rows: int = 0
@@ -126,6 +128,16 @@ class Tally:
     prompt_differs: Notes = field(default_factory=Notes)
     split: Notes = field(default_factory=Notes)
     windows: int = 0
+    unread: dict[str, Notes] = field(default_factory=dict)
+
+    def note_unread(self, keys: Sequence[str], number: int) -> None:
+        """Count a row's keys that are not read."""
+        for key in keys:
+            if key in self.unread or len(self.unread) < _KEPT_NOTES:
+                notes = self.unread.setdefault(key, Notes())
+                notes.count += 1
+                if not notes.first:
+                    notes.first.append((number, ""))
 
     def extend(self, other: Tally) -> None:
         self.rows += other.rows
@@ -141,6 +153,11 @@ class Tally:
         self.prompt_differs.extend(other.prompt_differs)
         self.split.extend(other.split)
         self.windows += other.windows
+        for key, notes in other.unread.items():
+            if key in self.unread:
+                self.unread[key].count += notes.count
+            elif len(self.unread) < _KEPT_NOTES:
+                self.unread[key] = Notes(notes.count, list(notes.first))
 
     def dropped(self) -> list[tuple[int, str, str]]:
         """The dropped rows among the noted ones, in order: number, cause, reason."""
@@ -163,6 +180,7 @@ class Tally:
             prompt_differs=Notes.from_json(content["prompt_differs"]),
             split=Notes.from_json(content["split"]),
             windows=content["windows"],
+            unread={key: Notes.from_json(notes) for key, notes in content.get("unread", {}).items()},
         )
 
 

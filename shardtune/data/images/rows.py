@@ -156,14 +156,14 @@ class _Taken:
 
     def value(self, key: str, value: object) -> object:
         """The value of a key of the row, with its images marked."""
-        if isinstance(value, str) and key in _TURNS[:2]:
+        if isinstance(value, str) and key in (*_TURNS[:2], "history"):
             value = _parsed(value)
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Sequence) and key in _TURNS:
             return [self.turn(turn) if isinstance(turn, Mapping) else turn for turn in value]
         if isinstance(value, Sequence) and key == "history":
-            return [[self._text(str(text)) for text in pair] if _is_pair(pair) else pair for pair in value]
+            return [[self._said(text) for text in pair] if _is_pair(pair) else pair for pair in value]
         return value
 
     def turn(self, turn: Mapping[str, object]) -> dict[str, object]:
@@ -203,6 +203,9 @@ class _Taken:
         for _ in pieces[1:]:
             self._take(len(self._places))
         return IMAGE_MARK.join(pieces)
+
+    def _said(self, text: object) -> object:
+        return self._text(text) if isinstance(text, str) else text
 
     def _part(self, part: object) -> str:
         if isinstance(part, str):

@@ -115,6 +115,7 @@ class Source:
         transform: applied to each row before `columns`.
         frames: how robot data become rows; None: rows are read as they are in the files.
         representation: how the actions of robot data are represented in rows; None: they are absolute.
+        is_text: rows have one of the formats of text and chats, whose keys are known.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Source:
     transform: Transform | None = None
     frames: FrameOptions | None = None
     representation: Representation | None = None
+    is_text: bool = False
 
     def chunks(self, file: SourceFile) -> Iterator[Chunk]:
         """The rows of one of its files, before `transform`."""
@@ -197,9 +199,9 @@ def resolve_sources(
         if frames is not None and frames.representation is not None:
             source = replace(source, representation=frames.representation.named(action_names(source)))
         title, row = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
-        sources.append(replace(source, title=title))
-        is_chat = frames is None and (name_format is None or isinstance(name_format, ChatTitle))
-        keys = unread_keys(row, source.format) if is_chat else []
+        is_text = frames is None and (name_format is None or isinstance(name_format, ChatTitle))
+        sources.append(replace(source, title=title, is_text=is_text))
+        keys = unread_keys(row, source.format) if is_text else []
         unread = f"; not read: {hub.some_of(keys, _SHOWN_KEYS)}" if keys else ""
         report(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label}){unread}")
         images = unread_images(files[0].path, source.columns) if files[0].kind == LEROBOT else []

@@ -168,7 +168,16 @@ class Embedding(WholeStepAdapter, TextTask):
     def scored(self) -> bool:
         """Whether rows are two texts and their score."""
         chosen = self.options.loss
-        return has(self._first_row, SCORE) if chosen is None else chosen == "cosent"
+        scored = has(self._first_row, SCORE) if chosen is None else chosen == "cosent"
+        idle = {"negatives": bool(self.options.negatives), "mask_duplicates": not self.options.mask_duplicates}
+        given = [f"{name}: {getattr(self.options, name)}" for name, is_given in idle.items() if scored and is_given]
+        if given:
+            raise ConfigError(
+                f"{KEY}: {' and '.join(given)} is for queries with documents (loss: infonce), and rows have scores",
+                where=self.recipe.where(KEY) or KEY,
+                remedy="leave it out",
+            )
+        return scored
 
     @cached_property
     def negatives(self) -> int:

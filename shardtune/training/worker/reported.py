@@ -11,8 +11,10 @@ from numbers import Real
 import torch
 
 from shardtune.errors import ConfigError, ModelError
+from shardtune.evaluate.loss import check_monitors
 from shardtune.optim.build import set_learning_rate
 from shardtune.parallel.ranks import Ranks
+from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
 
 OWN = "shardtune."
@@ -32,6 +34,19 @@ class Updates:
 
     with_gradient: int = 0
     without: int = 0
+
+
+def check_worker_monitors(worker: FSDPSftWorker) -> None:
+    """Refuse a monitor of the recipe that is no metric of any evaluation of a worker, as far as these are known.
+
+    Args:
+        worker: after its set-up.
+
+    Raises:
+        ConfigError: names the monitor, and the metrics that there are.
+    """
+    known = worker.task.metric_names() if worker.evaluates else []
+    check_monitors(worker.recipe.runner, None if known is None else [*known, *TRAIN_METRICS])
 
 
 def training_method(worker: FSDPSftWorker) -> Callable[[], dict[str, float]]:

@@ -23,6 +23,7 @@ from shardtune.data.cache import build as build_module
 from shardtune.data.cache import verified
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.encoder import Encoder, LengthLimit, Row, RowError
+from shardtune.data.row_formats import ChatTitle
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import DataError
 from tests.support.tiny_run import flip_bit
@@ -80,10 +81,11 @@ def said():
 def build(data, said):
     """Builds the data set of a path (or list) with a `WordEncoder`."""
 
-    def run(spec, encoder=None, *, num_workers=0, max_bad_rows=100, **keys):
+    def run(spec, encoder=None, *, num_workers=0, max_bad_rows=100, is_text=False, **keys):
         for name, value in keys.items():
             setattr(data, name, value)
-        sources = resolve_sources(spec, data, name_format=lambda row: "words", report=said.append)
+        title = ChatTitle(lambda row: "words") if is_text else lambda row: "words"
+        sources = resolve_sources(spec, data, name_format=title, report=said.append)
         return build_dataset(
             sources,
             encoder or WordEncoder(),
@@ -255,6 +257,17 @@ class TestReport:
         )
         with pytest.raises(DataError, match=r"(?s)102 tokens, data.max_length is 50.*a.jsonl: row 3"):
             build(path, WordEncoder(on_too_long="fail"))
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_keys_of_some_rows_that_are_not_read(self, tmp_path, build, many_processes, num_workers):
+        """Also those that the first row has not; keys of all rows are named with the source."""
+        rows = [{"text": f"{n}={n}", "id": n, **({"note": "x"} if n % 2 else {})} for n in range(6)]
+        path = write(tmp_path / "a.jsonl", rows)
+        dataset = build(path, num_workers=num_workers, is_text=True)
+        line = f"{path}: not read are keys that some rows have: note (3 of 6, row 2)"
+        assert list(dataset.report.lines()) == [line]
+        assert list(build(path, num_workers=num_workers, is_text=True).report.lines()) == [line]  # from the cache
+        assert {key: notes.count for key, notes in dataset.report.files[0].tally.unread.items()} == {"id": 6, "note": 3}
 
     def test_nothing_left(self, tmp_path, build):
         with pytest.raises(DataError, match=r"(?s)no row is left.*2 of 2 rows dropped, without a target.*a.jsonl"):

@@ -165,6 +165,9 @@ def test_pairs_with_scores_train_an_embedding(folder: Path):
         )
         assert float(terms[term].total) / terms[term].weight == pytest.approx(np.log1p(total), rel=1e-12)
     assert task.found_options()["loss"] == "cosent"
+    idle = task_of(recipe(folder, "embedding", data, "idle", options={"negatives": 2, "mask_duplicates": False}))
+    with pytest.raises(ConfigError, match="negatives: 2 and mask_duplicates: False is for queries with documents"):
+        idle.found_options()
     assert "spearman/size_8" in task.set_metric_names
     records = task.records(outputs, batch)
     assert task.set_metrics(records).keys() == set(task.set_metric_names)
