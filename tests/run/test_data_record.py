@@ -222,7 +222,7 @@ def test_a_dry_run_refuses_a_monitor_that_is_never_measured(tiny: Tiny) -> None:
     recipe = tiny.recipe("monitor", data__eval_data_paths={"one": str(tiny.folder / "eval.jsonl")})
     for monitor in ("best.monitor=eval/other/loss", "early_stop={enabled: true, monitor: eval/other/loss}"):
         with pytest.raises(ConfigError, match="no evaluation of this run gives 'eval/other/loss'"):
-            dry_run(recipe, f"runner.{monitor}")
+            dry_run(recipe, f"runner.{monitor}", "runner.eval_interval=1")
     assert dry_run(recipe, "runner.best.monitor=eval/one/loss")["train/loss"] > 0
 
 
