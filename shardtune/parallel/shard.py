@@ -14,9 +14,11 @@ from shardtune.parallel.fsdp1 import FlatSharding, into_rows
 from shardtune.parallel.fsdp1_weights import FlatWeights
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, Weights, shard
 from shardtune.parallel.generation import keep_step
+from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
 from shardtune.parallel.half_products import lacks_half_products, multiply_in_fp32
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import REVERSIBLE
+from shardtune.parallel.torch_private import read_whole_numbers
 
 
 class Hold(Protocol):
@@ -50,11 +52,15 @@ def shard_model(
     function passes them on.
 
     Raises:
+        ModelError: a parameter has a hook on its gradient, which would not be called.
         ParallelError: FSDP1 cannot shard a module of the model.
 
     Returns:
         What makes the model's weights once it has its values; arguments as `Weights` has them.
     """
+    refuse_gradient_hooks(root.named_parameters(), ranks)
+    if ranks.mesh is not None:
+        read_whole_numbers()
     for module in root.modules() if ranks.mesh is not None else ():
         if isinstance(module, GenerationMixin):
             keep_step(module)

@@ -31,6 +31,7 @@ try:
     from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor, is_bw
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.nn.modules.dropout import _DropoutNd
@@ -203,6 +204,25 @@ def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.T
     device for all tensors.
     """
     module._apply(change)
+
+
+def read_whole_numbers() -> None:
+    """Let `float`, `item` and conditions give the number of a whole DTensor; torch gives that of this rank's part.
+
+    A norm or a sum of a sharded weight is a part on each rank until it is added up. All ranks have to read it.
+    """
+    read = torch.ops.aten._local_scalar_dense.default
+    DTensor._op_dispatcher._custom_op_handlers[read] = _whole_number
+
+
+def _whole_number(_op: object, args: tuple[DTensor], _kwargs: object) -> object:
+    with torch.no_grad():
+        return args[0].full_tensor().item()
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a tensor."""
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
 
 
 def forward_hooks(module: nn.Module) -> Iterator[Callable[..., object]]:

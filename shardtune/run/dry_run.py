@@ -24,6 +24,7 @@ from shardtune.data.user_loader.loader import BatchLoader
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.find_adapter import find_adapter
+from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
 from shardtune.parallel.ranks import leave_ranks, num_ranks
 from shardtune.run.augmented_images import save_augmented
 from shardtune.run.choose_worker import make_worker, unused_workers, worker_class
@@ -68,6 +69,7 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
         worker.setup(RunContext(report=display.report, notes=[*loaded.notes, *unused_workers(loaded, worker)]))
         worker.loader.check_ranks(num_ranks(loaded.runner))
         check_worker_monitors(worker)
+        refuse_gradient_hooks(worker.weights.parameters.items(), worker.ranks)
         display.first_screen(worker.summary(), *_first_row(worker), plan.run_dir)
         _show_further_rows(display, worker)
         found = training_method(worker)()

@@ -20,6 +20,7 @@ from shardtune.launch.events import Alive
 from shardtune.launch.outcome import recorded_end
 from shardtune.launch.progress import CALLBACK, EVALUATION, FIRST_STEP, LOADING, PROGRESS, START, STEP
 from shardtune.launch.signals import StopSignal
+from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
 from shardtune.training.anomalies import Anomaly
 from shardtune.training.callbacks import (
     NOTHING,
@@ -141,6 +142,7 @@ class SFTRunner:
         self._model, self._position, self._evaluates = actor.state, actor.position, actor.evaluates
         self._run_training, self._run_eval = training_method(actor), evaluation_method(actor)
         check_worker_monitors(actor)
+        refuse_gradient_hooks(actor.weights.parameters.items(), self._ranks)
         self._saver.require_space()
         self._callbacks.make()
         if self._resume_from is not None:
