@@ -53,7 +53,7 @@ def shard_model(
 
     Raises:
         ModelError: a parameter has a hook on its gradient, which would not be called.
-        ParallelError: FSDP1 cannot shard a module of the model.
+        ParallelError: the model has no forward, or FSDP1 cannot shard a module of it.
 
     Returns:
         What makes the model's weights once it has its values; arguments as `Weights` has them.
@@ -61,6 +61,7 @@ def shard_model(
     refuse_gradient_hooks(root.named_parameters(), ranks)
     if ranks.mesh is not None:
         read_whole_numbers()
+        _refuse_container(root)
     for module in root.modules() if ranks.mesh is not None else ():
         if isinstance(module, GenerationMixin):
             keep_step(module)
@@ -105,6 +106,15 @@ def shard_model(
         )
 
     return hold
+
+
+def _refuse_container(root: nn.Module) -> None:
+    if isinstance(root, (nn.ModuleDict, nn.ModuleList)):
+        raise ParallelError(
+            f"the model is a {type(root).__name__}, which has no forward, before which weights could be gathered",
+            where=type(root).__name__,
+            remedy="make it a part of an nn.Module with a forward, and call that",
+        )
 
 
 def _refuse_reversible(root: nn.Module) -> None:

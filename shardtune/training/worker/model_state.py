@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.base_weights import fingerprint
 from shardtune.checkpoint.dcp import PendingSave
+from shardtune.checkpoint.extra_state import extra_state, set_extra_state
 from shardtune.checkpoint.hf_save import (
     gather_full,
 )
@@ -57,6 +58,8 @@ from shardtune.training.step import LossScale
 from shardtune.training.utilisation import UNKNOWN, Utilisation, peak_flops
 from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.finite_weights import FiniteWeights
+
+EXTRA = "extra_state"
 
 
 class ModelSource(Protocol):
@@ -148,10 +151,11 @@ class ModelState:
         if checkpoint is not None:
             state = load_weights_only(checkpoint, self.weights)
             self._check_excluded(checkpoint, state)
+            set_extra_state(self.inner, state.get(EXTRA, {}))
             self._take_average(checkpoint)
             self.step = int(state["step"])
         elif directory is not None:
-            self._check_base(directory)
+            self._read_training_state(directory)
         self.finite = FiniteWeights(self.weights, ranks, COMPUTE_DTYPE[recipe.actor.model.precision])
         origin = checkpoint or directory or recipe.actor.model.model_path or type(self.inner).__name__
         self.notes += self.finite.check_start(str(origin))
@@ -268,8 +272,14 @@ class ModelState:
 
     def _prepare_training(self) -> None:
         actor, weights = self._recipe.actor, self.weights
+        beside = [name or type(self.inner).__name__ for name in extra_state(self.inner)]
+        if beside:
+            self.notes.append(
+                f"checkpoints have the extra state of {', '.join(beside)} (get_extra_state); exports have parameters "
+                "and buffers alone"
+            )
         self.optimizer: torch.optim.Optimizer = build_optimizer(
-            weights.trainable(),
+            weights.begin_training(),
             actor.optim,
             weights.shapes,
             seed=self._recipe.runner.seed,
@@ -303,11 +313,13 @@ class ModelState:
 
     def checkpoint_state(self) -> dict[str, object]:
         """The JSON part of the model's state in a checkpoint."""
+        beside = extra_state(self.inner)
         return {
             "step": self.step,
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
             "world_size": self._ranks.world_size,
             "left_out": self._excluded_from_checkpoint,
+            **({EXTRA: beside} if beside else {}),
         }
 
     def save(self, folder: Path, state: Mapping[str, object], *, background: bool) -> list[PendingSave]:
@@ -343,15 +355,26 @@ class ModelState:
             self.average.load(folder)
         self.finite.check_loaded(folder)
         self.step = int(state["step"])
+        if "frozen" in state:  # of an earlier version
+            self.weights.freeze(state["frozen"])
         if self.loss_scale is not None and state["loss_scale"]:
             self.loss_scale = LossScale(**state["loss_scale"])
+        set_extra_state(self.inner, state.get(EXTRA, {}))
         return state
 
-    def _check_base(self, directory: Path) -> None:
-        """Refuse an exported adapter on another base than it was trained on, where a run has recorded its base."""
+    def _read_training_state(self, directory: Path) -> None:
+        """What a run has recorded beside an exported directory.
+
+        Raises:
+            CheckpointError: the directory is an adapter on another base than it was trained on.
+        """
         recorded = directory / "training_state" / STATE_FILE
-        if is_adapter(directory) and recorded.is_file():
-            self._check_excluded(directory, read_json(recorded))
+        if not recorded.is_file():
+            return
+        state = read_json(recorded)
+        if is_adapter(directory):
+            self._check_excluded(directory, state)
+        set_extra_state(self.inner, state.get(EXTRA, {}))
 
     def _check_excluded(self, checkpoint: Path, state: Mapping[str, object]) -> None:
         """Refuse trained weights on frozen ones that differ from those they were trained with."""

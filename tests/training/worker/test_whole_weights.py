@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from shardtune import Adapter, Batch, FSDPSftWorker, LossSum, Sample
 from shardtune.config import load_recipe
-from shardtune.errors import ModelError
+from shardtune.errors import ModelError, ShardtuneError
 from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
@@ -125,7 +125,7 @@ def test_an_adapters_metrics_read_whole_weights() -> None:
 
 
 def refused(run: Callable[..., object], *args: object) -> str:
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ShardtuneError) as error:
         run(*args)
     return str(error.value)
 
@@ -184,3 +184,19 @@ def test_a_method_that_a_constructor_assigns_is_called() -> None:
     made = worker(Assigned)
     made.setup()
     assert made.run_eval()["eval/mine"] == 7.0
+
+
+class Container(Worker):
+    def model_provider_func(self) -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(4, 1)}).double()
+
+
+def contained() -> None:
+    made = worker(Container, fsdp_config={})
+    made.setup()
+
+
+@pytest.mark.lengthy
+def test_a_container_without_a_forward_is_refused() -> None:
+    for message in run_ranks(refused, 2, contained):
+        assert message.startswith("the model is a ModuleDict, which has no forward")
