@@ -10,6 +10,7 @@ import typer
 from shardtune.cli.words import nearest_option
 from shardtune.config.foreign.command_line import read_command_line
 from shardtune.config.foreign.convert import convert
+from shardtune.config.foreign.launch_keys import TABLES
 from shardtune.config.foreign.trainers import TRAINERS
 from shardtune.errors import ConfigError, printable
 
@@ -30,20 +31,23 @@ def write_recipe(
         world_size: the number of processes that it was run with.
 
     Raises:
-        ConfigError: the file cannot be converted, an option is misspelt, or `to` exists or cannot be written; then
-            nothing is written.
+        ConfigError: the file cannot be converted, an option is misspelt, or `to` exists or cannot be written, as
+            where its folder is missing; then nothing is written.
     """
     _refuse_misspelt(words, options)
     if to is not None and to.exists():
         raise ConfigError(f"{to} exists already", where="--output", remedy="name a new file, or remove this one")
+    if to is not None and not to.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{to} cannot be written: there is no folder {to.parent}", where="--output", remedy="make the folder"
+        )
     given = read_command_line(words)
-    found = convert(given.file, trainer, flags=given.values, to=to, world_size=world_size or given.processes)
+    found = convert(given.file, trainer, flags=given.values, launch=given.launch, to=to, world_size=world_size)
     if to is None:
         typer.echo(printable(found.recipe), nl=False)
         typer.echo(printable(found.report), err=True)
         return
     try:
-        to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(found.recipe, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{to} cannot be written: {error.strerror}", where="--output") from error
@@ -52,11 +56,12 @@ def write_recipe(
 
 
 def _refuse_misspelt(words: Sequence[str], options: Collection[str]) -> None:
-    """Refuse a flag that is of no trainer and nearly one of this command's own."""
+    """Refuse a flag that is of no trainer and no launcher, and nearly one of this command's own."""
+    tables = [*(known.table for known in TRAINERS.values()), *TABLES.values()]
     for word in words:
         flag = word.partition("=")[0]
         theirs = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or any(theirs in known.table for known in TRAINERS.values()):
+        if not flag.startswith("--") or any(theirs in table for table in tables):
             continue
         if near := nearest_option(flag, options):
             raise ConfigError(f"there is no option {flag}", where=word, remedy=f"did you mean {near}?")

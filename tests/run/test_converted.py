@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 import shardtune
 from shardtune.config.foreign.convert import convert
@@ -25,10 +27,31 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_steps_of_a_converted_recipe(name: str, workspace: Path):
     recipe = workspace / name
     recipe.write_text(convert(SOURCES / name, to=recipe).recipe)
+    losses = _two_losses(recipe, workspace, f"data.train_data_paths={workspace / 'train.jsonl'}")
+    assert len(losses) == 2
+
+
+def test_two_steps_of_pretraining_with_llama_factory(workspace: Path):
+    folder = workspace / "corpus"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"body": "1 + 2 = 3\n" * 90, "id": n}) for n in range(8)))
+    info = {"corpus": {"file_name": "rows.jsonl", "columns": {"prompt": "body"}}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    given = {"stage": "pt", "dataset": "corpus", "dataset_dir": str(folder), "model_name_or_path": "model"}
+    (folder / "pt.yaml").write_text(
+        yaml.safe_dump({**given, "finetuning_type": "full", "cutoff_len": 64, "logging_steps": 1})
+    )
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(convert(folder / "pt.yaml", to=recipe).recipe)
+    assert len(_two_losses(recipe, workspace)) == 2
+
+
+def _two_losses(recipe: Path, workspace: Path, *overrides: str) -> list[float]:
+    """The losses of two steps of a recipe, whose model is saved."""
     run = shardtune.train(
         recipe,
+        *overrides,
         f"actor.model.model_path={workspace / 'model'}",
-        f"data.train_data_paths={workspace / 'train.jsonl'}",
         f"data.cache_dir={workspace / 'cache'}",
         f"runner.logger.log_path={workspace / 'runs'}",
         "runner.max_steps=2",
@@ -36,6 +59,5 @@ def test_two_steps_of_a_converted_recipe(name: str, workspace: Path):
         "runner.logger.logger_backends=[jsonl]",
         "data.num_workers=0",
     )
-    losses = [line["train/loss"] for line in lines(run.dir) if "train/loss" in line]
-    assert len(losses) == 2
     assert (run.dir / "final").is_dir()
+    return [line["train/loss"] for line in lines(run.dir) if "train/loss" in line]

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from shardtune.config.foreign.conversion import Conversion, Kind, short
-from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, files_of
+from shardtune.config.foreign.rows import (
+    EVAL,
+    FORMAT,
+    ROLES,
+    TRAIN,
+    TURNS,
+    as_entries,
+    entry,
+    files_of,
+    of_evaluation,
+    sets_of,
+    split_of,
+)
 from shardtune.config.foreign.values import is_on, listed, number
 
 CONVERSATIONS = ("chat_template", "sharegpt")
@@ -16,7 +27,8 @@ SHAREGPT = {"role": "from", "content": "value"}
 READ = ("path", "data_files", "split", "name", "type", "ds_type", "field", "field_messages")
 READ += ("message_property_mappings", "message_field_role", "message_field_content", "field_tools")
 RECOGNISED = "the format of the rows is recognised"
-PLAIN = {"trust_remote_code": "data sets are files", "roles": "all usual names of roles are known"}
+PLAIN = {"trust_remote_code": "data sets are files"}
+SECTIONS = (("datasets", TRAIN), ("test_datasets", EVAL))
 ALPACA_TEXT = (
     "Axolotl writes Alpaca's own text around such rows, here the chat template is used; docs/coming-from.md has a "
     "function for data.transform that writes the same text"
@@ -25,15 +37,12 @@ ALPACA_TEXT = (
 
 def convert(c: Conversion) -> None:
     """Read the data sets, the template and the targets."""
-    kinds: list[str] = []
-    for name, key in (("datasets", TRAIN), ("test_datasets", EVAL)):
-        given = [one for one in listed(c.get(name)) if isinstance(one, Mapping)]
-        entries = [line for place, one in enumerate(given) for line in _entries(c, name, place, one)]
-        kinds += [_kind(one) for one in given] if key == TRAIN else []
+    for section, key in SECTIONS:
+        entries = [line for name, given in sets_of(c, section) for line in _entries(c, name, key, given)]
         if entries:
-            c.put(key, as_entries(entries), comment=name)
+            c.put(key, as_entries(entries), comment=section)
     _held_out(c)
-    _targets(c, kinds)
+    _targets(c)
     _template(c)
     in_order = is_on(c.get("sample_packing_sequentially")) or is_on(c.get("curriculum_sampling"))
     shuffled = is_on(c.get("shuffle_merged_datasets", True)) and not in_order
@@ -62,37 +71,35 @@ def _kind(given: Mapping[str, object]) -> str:
     return "own" if isinstance(kind, Mapping) else str(kind or "").partition(":")[0].partition(".")[0]
 
 
-def _entries(c: Conversion, section: str, place: int, given: Mapping[str, object]) -> list[dict[str, object]]:
+def _entries(c: Conversion, name: str, ours: str, given: Mapping[str, object]) -> list[dict[str, object]]:
     """The entries of one data set; each of its keys is recorded."""
-    name, kind = f"{section}[{place}]", _kind(given)
-    options: dict[str, object] = {"name": given.get("name")}
-    split, _, part = str(given.get("split") or "train").partition("[")
-    if split != "train":
-        options["split"] = split
-    if part:
-        first = re.fullmatch(r":(\d+)\]", part)
-        options["max_samples"] = int(first[1]) if first else None
-        if first is None:
-            c.missing("max_samples: N of an entry takes its first N rows; here all are taken", f"{name}.split")
-    ours = TRAIN if section == "datasets" else EVAL
+    kind = _kind(given)
+    options, lost = split_of(given.get("split"))
+    options["name"] = given.get("name")
+    if lost:
+        c.missing(lost, f"{name}.split")
     columns = _columns(c, name, kind, given)
     entries = [
-        entry(path, **options, columns=columns) for path in files_of(c, given.get("path"), given.get("data_files"))
+        entry(path, **(of_evaluation(path, options) if ours == EVAL else options), columns=columns)
+        for path in files_of(c, given.get("path"), given.get("data_files"))
     ]
     for key in READ:
         theirs = f"{name}.{key}"
         if not any(known == theirs or known.startswith(f"{theirs}.") for known in c.outcomes):
             is_written = key in ("path", "data_files", "split", "name") or columns
-            c.record(theirs, Kind.TRANSLATED, f"{ours}: {short(as_entries(entries)) if is_written else RECOGNISED}")
-    for key in given:
+            line = f"{ours}: {short(as_entries(entries)) if is_written else RECOGNISED}"
+            c.record(theirs, Kind.DEFAULT if given.get(key) is None else Kind.TRANSLATED, line)
+    for key, value in given.items():
         if f"{name}.{key}" not in c.outcomes and key in PLAIN:
             c.not_needed(PLAIN[key], f"{name}.{key}")
-        elif key not in READ and key not in _LATER:
+        elif value is None and key not in READ:
+            c.record(f"{name}.{key}", Kind.DEFAULT, "nothing is set")
+        elif key not in (*READ, *_LATER):
             c.missing(_remedy(key), f"{name}.{key}")
     return entries
 
 
-_LATER = ("roles_to_train", "train_on_eos", "train_on_eot", "chat_template", "chat_template_jinja")
+_LATER = ("roles", "roles_to_train", "train_on_eos", "train_on_eot", "chat_template", "chat_template_jinja")
 
 
 def _remedy(key: str) -> str:
@@ -105,7 +112,7 @@ def _remedy(key: str) -> str:
         "conversation": "the chat template writes the turns: data.chat_template",
         "field_thinking": "data.transform may rename it to reasoning_content",
     }
-    return remedies.get(key, "data.transform: FILE.py:FUNCTION makes rows of a format that docs/data.md lists")
+    return remedies.get(key, FORMAT)
 
 
 def _columns(c: Conversion, name: str, kind: str, given: Mapping[str, object]) -> dict[str, object]:
@@ -146,36 +153,62 @@ def _conversation(c: Conversion, name: str, kind: str, given: Mapping[str, objec
     return columns | ({"tools": tools} if tools not in (None, "tools") else {})
 
 
-def _targets(c: Conversion, kinds: list[str]) -> None:
+def _targets(c: Conversion) -> None:
     """What is trained, of all data sets at once: one key is for all of them here."""
-    given = [one for one in listed(c.get("datasets")) if isinstance(one, Mapping)]
-    names = [f"datasets[{place}]" for place in range(len(given))]
-    roles = [[str(role) for role in listed(one.get("roles_to_train", ["assistant"]))] for one in given]
-    everything = is_on(c.get("train_on_inputs")) or any({"user", "human"} & set(one) for one in roles)
-    value = "all" if everything else "assistant"
-    fields = [f"{name}.roles_to_train" for name in names if c.has("datasets")]
-    c.put(
-        "data.train_on",
-        value,
-        "train_on_inputs",
-        comment="train_on_inputs" if c.has("train_on_inputs") else fields[0] if fields else "",
-    )
-    for place, name in enumerate(names):
-        c.record(f"{name}.roles_to_train", Kind.TRANSLATED, f"data.train_on: {value}")
-        for key in ("train_on_eos", "train_on_eot"):
-            if given[place].get(key) in (None, "turn"):
-                c.record(f"{name}.{key}", Kind.DEFAULT, "the end of every trained turn is a target")
-            else:
-                c.missing("the end of every trained turn is a target, of no other", f"{name}.{key}")
-    if everything and "completion" not in kinds and len(kinds) > 1:
-        c.notes.append("data.train_on is one value for all data sets")
+    everything = is_on(c.get("train_on_inputs"))
+    c.put("data.train_on", "all" if everything else "assistant", "train_on_inputs")
+    for section, _ in SECTIONS:
+        for name, given in sets_of(c, section):
+            _role_names(c, name, given.get("roles"))
+            _trained_roles(c, name, given, everything)
+            for key in ("train_on_eos", "train_on_eot"):
+                if given.get(key) in (None, "turn"):
+                    c.record(f"{name}.{key}", Kind.DEFAULT, "the end of every trained turn is a target")
+                else:
+                    c.missing("the end of every trained turn is a target, of no other", f"{name}.{key}")
+
+
+def _role_names(c: Conversion, name: str, roles: object) -> None:
+    """Record the names of roles, each of which has to have the same role here."""
+    if not isinstance(roles, Mapping):
+        if roles is not None:
+            c.missing(FORMAT, f"{name}.roles")
+        return
+    for role, names in roles.items():
+        unknown = [str(one) for one in listed(names) if ROLES.get(str(one)) != ROLES.get(str(role), "")]
+        if unknown:
+            known = f"known are {', '.join(ROLES)}"
+            c.missing(
+                f"{', '.join(unknown)}: data.transform: FILE.py:FUNCTION renames it, {known}", f"{name}.roles.{role}"
+            )
+        else:
+            c.not_needed("these names of roles are known", f"{name}.roles.{role}")
+
+
+def _trained_roles(c: Conversion, name: str, given: Mapping[str, object], everything: bool) -> None:
+    """Record the roles whose turns are trained: here those of the assistant, or all."""
+    key, roles = f"{name}.roles_to_train", given.get("roles")
+    if given.get("roles_to_train") is None:
+        c.record(key, Kind.DEFAULT, "data.train_on: assistant")
+        return
+    if everything:
+        c.not_needed("train_on_inputs trains every turn", key)
+        return
+    pairs = roles.items() if isinstance(roles, Mapping) else ()
+    mapped = {str(one): str(role) for role, names in pairs for one in listed(names)}
+    trained = {mapped.get(str(role), str(role)) for role in listed(given["roles_to_train"])}
+    if trained - {"function_call"} and {ROLES.get(role) for role in trained} == {"assistant"}:
+        c.record(key, Kind.TRANSLATED, "data.train_on: assistant")
+    else:
+        c.missing(f"the recipe trains the turns of the assistant, data.train_on: all every token; {TURNS}", key)
 
 
 def _template(c: Conversion) -> None:
-    given = [one for one in listed(c.get("datasets")) if isinstance(one, Mapping)]
+    sets = [one for section, _ in SECTIONS for one in sets_of(c, section)]
+    given = [one for _, one in sets]
     inner = next((one.get("chat_template") for one in given if one.get("chat_template")), None)
-    names = ("chat_template", *(f"datasets[{place}].chat_template" for place in range(len(given))))
-    files = ("chat_template_jinja", *(f"datasets[{place}].chat_template_jinja" for place in range(len(given))))
+    names = ("chat_template", *(f"{name}.chat_template" for name, _ in sets))
+    files = ("chat_template_jinja", *(f"{name}.chat_template_jinja" for name, _ in sets))
     template = str(c.get("chat_template") or inner or "tokenizer_default")
     jinja = c.get("chat_template_jinja") or next((one.get("chat_template_jinja") for one in given), None)
     if jinja:

@@ -8,13 +8,27 @@ from pathlib import Path
 
 import yaml
 
+from shardtune.config.foreign.launch import Launch
+from shardtune.config.foreign.launch_keys import SHORT, SWITCHES, TABLES
 from shardtune.config.foreign.trainers import TRAINERS
 from shardtune.config.recipe_file import RecipeLoader
 from shardtune.errors import ConfigError
 
-LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
+LAUNCHERS = {
+    **{name: name for name in ("accelerate", "torchrun", "deepspeed", "python")},
+    "accelerate-launch": "accelerate",
+    "python3": "python",
+}
+"""The words that start a launcher, and its name."""
+MODULES = {
+    "accelerate.commands.launch": "accelerate",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "deepspeed.launcher.runner": "deepspeed",
+}
+"""The launchers that Python runs as modules."""
 PROGRAMS = ("trl", "sft", "llamafactory-cli", "train", "axolotl")
-PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
+SCRIPTS = "trl.scripts."
 OFF = "no_"
 
 
@@ -25,12 +39,12 @@ class CommandLine:
     Attributes:
         file: a configuration, whose keys `values` change; None: there is none.
         values: of the flags, by name with underscores.
-        processes: as the launcher was started with; None: not known.
+        launch: what the program was started with; None: nothing.
     """
 
     file: Path | None
     values: dict[str, object]
-    processes: int | None
+    launch: Launch | None
 
 
 def read_command_line(words: Sequence[str]) -> CommandLine:
@@ -40,20 +54,71 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     `HfArgumentParser` reads them.
 
     Raises:
-        ConfigError: a flag is given twice, or there are two files.
+        ConfigError: a flag is given twice, there are two files, or the command is one of TRL's that does not fine-tune.
     """
-    given, processes = list(words), None
-    if given and given[0] in LAUNCHERS:
-        script = next((place for place, word in enumerate(given) if word.endswith(".py")), 0)
-        processes = _processes(_flags(given[:script])[1])
-        given = given[script + 1 :]
+    launch, given = _launcher(words)
+    if given[:1] == ["trl"] and len(given) > 1 and not given[1].startswith("-") and given[1] not in PROGRAMS:
+        raise _no_fine_tuning(given[1])
     files, values = _flags(given)
     files = [name for name in files if name not in PROGRAMS]
     if "config" in values:
         files.append(str(values.pop("config")))
     if len(files) > 1:
         raise ConfigError(f"one configuration is converted, not {' and '.join(files)}", where="shardtune convert")
-    return CommandLine(Path(files[0]) if files else None, values, processes)
+    return CommandLine(Path(files[0]) if files else None, values, launch)
+
+
+def _no_fine_tuning(command: str) -> ConfigError:
+    return ConfigError(
+        f"trl {command} is no supervised fine-tuning",
+        where=f"trl {command}",
+        remedy="shardtune trains one model by the tokens of its rows, as trl sft does; keep TRL for others, or write "
+        "the method on the engine (docs/your-method.md)",
+    )
+
+
+def _launcher(words: Sequence[str]) -> tuple[Launch | None, list[str]]:
+    """What the program is started with, and the words behind the script or module."""
+    if not words or words[0] not in LAUNCHERS:
+        return None, list(words)
+    program, shown, rest = LAUNCHERS[words[0]], words[0], list(words[1:])
+    if program == "accelerate" and rest[:1] == ["launch"]:
+        shown, rest = f"{shown} launch", rest[1:]
+    options, rest = _options(program, rest)
+    if program == "python" and "module" in options and rest and rest[0] in MODULES:
+        program, shown = MODULES[rest[0]], rest[0]
+        options, rest = _options(program, rest[1:])
+    module = rest[0] if rest and "module" in options else ""
+    if module.startswith(SCRIPTS) and module != f"{SCRIPTS}sft":
+        raise _no_fine_tuning(module.removeprefix(SCRIPTS))
+    given = ["trl", *rest[1:]] if rest and Path(rest[0]).name == "trl" else rest[1:]
+    return Launch(program, options, shown), given
+
+
+def _options(program: str, words: Sequence[str]) -> tuple[dict[str, object], list[str]]:
+    """The options of a launcher, as text and by name, and the words from its program on."""
+    table, switches = TABLES[program], SWITCHES[program]
+    found: dict[str, object] = {}
+    place = 0
+    while place < len(words) and words[place].startswith("-"):
+        flag, equals, value = words[place].partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        name = name if flag.startswith("--") else SHORT[program].get(name, name)
+        if name in found:
+            raise ConfigError(f"{flag} is given twice", where=flag, remedy="keep one of them")
+        place += 1
+        following = words[place] if place < len(words) else "-"
+        is_script = name not in table and following.endswith(".py")
+        if equals or name in switches or is_script or _is_flag(following):
+            found[name] = value if equals else True
+        else:
+            found[name] = following
+            place += 1
+    return found, list(words[place:])
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not word[1:2].isdigit()
 
 
 def _flags(words: Sequence[str]) -> tuple[list[str], dict[str, object]]:
@@ -89,8 +154,3 @@ def _read(text: str) -> object:
     except yaml.YAMLError:
         return text
     return text if isinstance(value, dict | list) and text[:1] not in ("{", "[") else value
-
-
-def _processes(launcher: dict[str, object]) -> int | None:
-    found = next((launcher[name] for name in PROCESSES if name in launcher), None)
-    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None

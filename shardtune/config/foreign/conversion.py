@@ -69,6 +69,9 @@ class Conversion:
         base: its folder.
         target: the folder of the recipe; paths in the recipe start there.
         world_size: the number of processes that the configuration was run with; None: not known.
+        mixed_precision: what the launcher sets it to, for a configuration that does not; "": nothing.
+        beside: keys that are not in the tree, by their name in the report: of the launcher, and of files that the
+            configuration names.
         lines: our key -> line.
         outcomes: their name -> what became of it.
         notes: differences that no single key stands for.
@@ -79,6 +82,8 @@ class Conversion:
     base: Path
     target: Path
     world_size: int | None = None
+    mixed_precision: str = ""
+    beside: dict[str, object] = field(default_factory=dict)
     lines: dict[str, Line] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -86,7 +91,7 @@ class Conversion:
     @property
     def given(self) -> dict[str, object]:
         """All keys with their values, lists of mappings taken apart: `datasets[0].path`."""
-        return dict(_leaves(self.tree))
+        return {**dict(leaves(self.tree)), **self.beside}
 
     def get(self, dotted: str, default: object = None) -> object:
         """The value of a key; the default where it is absent or null."""
@@ -108,7 +113,7 @@ class Conversion:
             always: write the default too.
         """
         given = [name for name in names if name in self.tree or get_value(self.tree, name) is not None]
-        is_default = not always and value == get_value(_defaults(), key) and key not in self.lines
+        is_default = not always and value == get_value(defaults(), key) and key not in self.lines
         if not is_default:
             self.lines[key] = Line(value, comment or (", ".join(given) if given else f"{self.trainer}'s default"))
         for name in given:
@@ -140,7 +145,7 @@ class Conversion:
         for name, entry in table.items():
             if isinstance(entry, To) and entry.default is not OURS and not self.has(name):
                 value = entry.read(entry.default)
-                if value != get_value(_defaults(), entry.key):
+                if value != get_value(defaults(), entry.key):
                     self.lines.setdefault(entry.key, Line(value, f"{self.trainer}'s default ({name})"))
         for name, value in self.given.items():
             if name not in self.outcomes:  # one that is inside another has the outcome of that
@@ -184,7 +189,7 @@ class Conversion:
 
     def _rename(self, entry: To, name: str, value: object) -> None:
         if value is None:
-            self.record(name, Kind.DEFAULT, f"{entry.key}: {short(get_value(_defaults(), entry.key))}")
+            self.record(name, Kind.DEFAULT, f"{entry.key}: {short(get_value(defaults(), entry.key))}")
             return
         try:
             ours = entry.read(value)
@@ -219,7 +224,8 @@ class Conversion:
 
 
 @cache
-def _defaults() -> Tree:
+def defaults() -> Tree:
+    """The default recipe, which is not to be changed."""
     return Recipe().to_dict()
 
 
@@ -230,14 +236,15 @@ def short(value: object) -> str:
     return text if len(text) <= 70 else f"{text[:60]} …"
 
 
-def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The keys of a tree with their values, in order; those of mappings in lists too: `datasets[0].path`."""
     for name, value in tree.items():
         dotted = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{dotted}.")
+            yield from leaves(value, f"{dotted}.")
         elif isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(i, Mapping) for i in value):
             for place, item in enumerate(value):
                 inner = item if isinstance(item, Mapping) else {"": item}
-                yield from ((found.rstrip("."), leaf) for found, leaf in _leaves(inner, f"{dotted}[{place}]."))
+                yield from ((found.rstrip("."), leaf) for found, leaf in leaves(inner, f"{dotted}[{place}]."))
         else:
             yield dotted, value

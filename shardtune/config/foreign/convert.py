@@ -9,8 +9,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from shardtune.config.foreign import halos
+from shardtune.config.foreign import halos, trl
 from shardtune.config.foreign.conversion import Conversion
+from shardtune.config.foreign.launch import Launch, Started, apply, precision_of, started
+from shardtune.config.foreign.launch_keys import ACCELERATE
 from shardtune.config.foreign.model_type import model_type
 from shardtune.config.foreign.trainers import TRAINERS, OtherTrainer, recognise
 from shardtune.config.foreign.written import recipe_text, report_text
@@ -45,6 +47,7 @@ def convert(
     trainer: str | None = None,
     *,
     flags: Mapping[str, object] | None = None,
+    launch: Launch | None = None,
     to: Path | None = None,
     world_size: int | None = None,
 ) -> Converted:
@@ -54,11 +57,13 @@ def convert(
         file: YAML or JSON; None: `flags` are all there is.
         trainer: a word of `FROM`; None: recognised by its keys.
         flags: of the command line, by name; they replace keys of the file.
+        launch: what the run was started with; None: not known.
         to: the file of the recipe, whose folder its paths start at; None: the working directory.
-        world_size: the number of processes that the configuration was run with; None: not known, one is assumed.
+        world_size: the number of processes that the configuration was run with; None: as `launch` has it, otherwise one
+            is assumed.
 
     Raises:
-        ConfigError: the file cannot be read, is of no known trainer, or is no supervised fine-tuning.
+        ConfigError: a file cannot be read, is of no known trainer, or is no supervised fine-tuning.
     """
     shown = COMMAND_LINE if file is None else file.name
     tree = _resolved({**({} if file is None else read_file(file).tree), **(flags or {})}, str(file or shown))
@@ -74,14 +79,38 @@ def convert(
         )
     folder = (to.expanduser().resolve() if to is not None else Path.cwd() / "recipe.yaml").parent
     source = Path.cwd() if file is None else file.expanduser().resolve().parent
-    c = Conversion(known.name, tree, source, folder, world_size)
+    found = _started(launch, tree, known.name)
+    size = found.processes if world_size is None and found is not None else world_size
+    c = Conversion(known.name, tree, source, folder, size, "" if found is None else precision_of(found))
     known.convert(c)
     c.translate(known.table)
+    if found is not None:
+        apply(c, found, is_counted=world_size is None)
     model_type(c)
-    if world_size is not None and world_size > 1 and word != HALOS:
-        c.put("runner.nproc_per_node", world_size, comment="--world-size; on several hosts: the processes of one")
+    if word != HALOS:
+        _ranks(c, None if world_size is not None else found)
     _check(c)
     return Converted(recipe_text(c, shown), report_text(c, shown), c)
+
+
+def _started(launch: Launch | None, tree: Mapping[str, object], trainer: str) -> Started | None:
+    """What the run was started with; TRL's own command takes the options of accelerate among its keys."""
+    if launch is None and trainer == trl.NAME:
+        theirs = {name for name in ACCELERATE if name not in trl.TABLE and name != "env"}  # TRL has an env of its own
+        own = {name: value for name, value in tree.items() if name in theirs}
+        launch = Launch("accelerate", own) if own else None
+    return None if launch is None else started(launch)
+
+
+def _ranks(c: Conversion, found: Started | None) -> None:
+    """Write the ranks of one host."""
+    if found is None and c.world_size is not None and c.world_size > 1:
+        comment = "--world-size; on several hosts: the processes of one"
+        c.put("runner.nproc_per_node", c.world_size, comment=comment)
+    elif found is not None and found.processes is not None:
+        hosts = f" on {found.hosts} hosts" if found.hosts > 1 else ""
+        comment = f"{found.launch.program}: {found.processes} processes{hosts}"
+        c.put("runner.nproc_per_node", found.each, comment=comment)
 
 
 def _resolved(tree: dict[str, object], shown: str) -> dict[str, object]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-
-from shardtune.config.foreign import rules
-from shardtune.config.foreign.conversion import DATA_SUFFIXES, Conversion, Kind
-from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry
+from shardtune.config.foreign import llama_factory_data, rules
+from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
 from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, training_arguments
-from shardtune.config.foreign.values import is_on, listed, names, number, whole
+from shardtune.config.foreign.values import is_on, listed, names, whole
 from shardtune.errors import ConfigError
 
 NAME = "LLaMA-Factory"
@@ -30,6 +26,7 @@ ATTENTION = {
     "fa3": "flash_attention_3",
 }
 NO_METHOD = "leave it out: optimizers are classes of torch.optim, and adapters LoRA, DoRA, rsLoRA and PiSSA"
+NEW_TOKENS = "new tokens start as the mean of the others"
 TABLE: Table = {
     **TRAINING_ARGUMENTS,
     "model_name_or_path": To("actor.model.model_path"),
@@ -58,7 +55,7 @@ TABLE: Table = {
     "packing": By("nothing: rows are always packed, without attention between them"),
     "neat_packing": By("nothing: rows are always packed, without attention between them"),
     "default_system": To("data.system_prompt"),
-    "enable_thinking": NotNeeded("data.thinking decides about reasoning that the chat template does not print"),
+    "enable_thinking": By("data.template_kwargs: {enable_thinking: false}"),
     "preserve_thinking": NotNeeded("data.thinking decides about reasoning that the chat template does not print"),
     "tool_format": Missing("tools are written by the chat template"),
     "disable_shuffling": By("data.shuffle: false"),
@@ -84,6 +81,13 @@ TABLE: Table = {
     "add_tokens": By("actor.tokenizer.new_tokens: [TOKEN]"),
     "add_special_tokens": By("actor.tokenizer.new_tokens: [TOKEN]"),
     "new_special_tokens": By("actor.tokenizer.new_tokens: [TOKEN]"),
+    "new_special_tokens_config": Missing("actor.tokenizer.new_tokens: [TOKEN], those that the file has; " + NEW_TOKENS),
+    "init_special_tokens": By("nothing: " + NEW_TOKENS),
+    "split_special_tokens": Missing(
+        "a special token in a row's text is read as that token; data.transform: FILE.py:FUNCTION may change the text"
+    ),
+    "ignore_pad_token_for_loss": Missing("rows are packed, so no padding is trained: leave it out", (None, True)),
+    "eval_on_each_dataset": Missing("data.eval_data_paths: {NAME: FILE} evaluates each by its name"),
     "resize_vocab": NotNeeded("the embedding is enlarged where actor.tokenizer.new_tokens need it"),
     "train_from_scratch": To("actor.model.from_scratch", is_on),
     "rope_scaling": Missing("actor.model.config_overrides: {rope_scaling: {…}}"),
@@ -129,10 +133,10 @@ TABLE: Table = {
     ),
     **each(
         "enable_liger_kernel use_fast_tokenizer low_cpu_mem_usage use_reentrant_gc use_v1_kernels plot_loss cache_dir "
-        "overwrite_cache preprocessing_batch_size buffer_size data_shared_file_system ignore_pad_token_for_loss "
-        "print_param_status hf_hub_token ms_hub_token om_hub_token split_special_tokens new_special_tokens_config "
-        "init_special_tokens include_effective_tokens_per_second quantization_device_map offload_folder "
-        "use_kv_cache infer_backend infer_dtype eval_num_beams eval_on_each_dataset loraplus_lr_embedding "
+        "overwrite_cache preprocessing_batch_size buffer_size data_shared_file_system "
+        "print_param_status hf_hub_token ms_hub_token om_hub_token "
+        "include_effective_tokens_per_second quantization_device_map offload_folder "
+        "use_kv_cache infer_backend infer_dtype eval_num_beams loraplus_lr_embedding "
         "asft_alpha eaft_alpha hyper_parallel_args ray_init_kwargs master_addr fp8_backend "
         "fp8_enable_fsdp_float8_all_gather compute_dtype device_map model_max_length block_diag_attn",
         NotNeeded("it does not arise here, or changes no number"),
@@ -158,7 +162,7 @@ def convert(c: Conversion) -> None:
         )
     c.not_needed("supervised fine-tuning is all there is" if stage == "sft" else "rows are plain text then", "stage")
     training_arguments(c, logging=500, rate=5e-5, precision="bf16")
-    if not is_on(c.get("bf16")) and not is_on(c.get("fp16")):
+    if not is_on(c.get("bf16")) and not is_on(c.get("fp16")) and not c.mixed_precision:
         c.notes.append("without bf16 and fp16 LLaMA-Factory computes in the model's own dtype, mostly bf16: bf16 here")
     length = whole(c.get("cutoff_len")) or LENGTH
     c.put("data.max_length", length, "cutoff_len")
@@ -171,6 +175,8 @@ def convert(c: Conversion) -> None:
         packed=length if is_packed else None,
         packing=("packing", "neat_packing"),
     )
+    if stage == "pt" and is_packed:
+        c.put("data.on_too_long", "split", comment="stage: pt cuts the text of all documents into blocks of cutoff_len")
     if not is_packed:
         c.not_needed(rules.PACKED_ANYWAY, "packing", "neat_packing")
     elif not is_on(c.get("neat_packing")):
@@ -179,7 +185,7 @@ def convert(c: Conversion) -> None:
         )
     _training(c, stage)
     _adapter(c)
-    _data(c)
+    llama_factory_data.convert(c, stage)
     for name in c.given:
         if name not in TABLE and name.startswith(PREFIXES):
             c.not_needed("it belongs to something that is not part of a recipe", name)
@@ -205,13 +211,48 @@ def _training(c: Conversion, stage: str) -> None:
     if patience:
         c.put("runner.early_stop.enabled", True, "early_stopping_steps")
         c.put("runner.early_stop.patience", patience, "early_stopping_steps")
-    tokens = [token for name in _TOKENS for token in listed(c.get(name))]
-    if tokens:
-        c.put("actor.tokenizer.new_tokens", tokens, *_TOKENS)
+    _tokens(c)
+    _thinking(c, stage)
     _template(c)
 
 
 _TOKENS = ("add_tokens", "add_special_tokens", "new_special_tokens")
+
+
+def _tokens(c: Conversion) -> None:
+    given = [name for name in _TOKENS if c.has(name)]
+    if c.has("new_special_tokens_config"):
+        given = [name for name in given if name != "add_special_tokens"]
+        c.not_needed("new_special_tokens_config replaces it", "add_special_tokens")
+    tokens = [token for name in given for token in listed(c.get(name))]
+    if tokens:
+        c.put("actor.tokenizer.new_tokens", tokens, *given)
+    if tokens or c.has("new_special_tokens_config"):
+        remedy = f"{NEW_TOKENS}, without noise; other values are set in the files of actor.model.model_path"
+        c.missing(remedy, "init_special_tokens")
+    else:
+        c.not_needed("there are no new tokens", "init_special_tokens")
+
+
+def _thinking(c: Conversion, stage: str) -> None:
+    """Read whether reasoning is switched off, by a value of the chat template."""
+    name, template = "enable_thinking", str(c.get("template", ""))
+    if name not in c.tree:
+        return
+    if stage == "pt":
+        c.not_needed("rows of plain text have no chat template", name)
+    elif not c.has(name):
+        remedy = "data.template_kwargs: {enable_thinking: false} prints an empty block of reasoning before answers"
+        c.missing(remedy, name)
+    elif is_on(c.get(name)):
+        c.record(name, Kind.DEFAULT, "as chat templates have it without a value")
+    elif template == "chatml" or template in OWN_TEXT:
+        c.not_needed(f"the template {template} does not read it", name)
+    else:
+        c.put("data.template_kwargs", {name: False}, name, comment=f"{name}; leave it out if the template lacks it")
+        c.notes.append(
+            "with enable_thinking: false LLaMA-Factory also leaves out the reasoning of the rows: data.thinking: strip"
+        )
 
 
 def _template(c: Conversion) -> None:
@@ -294,81 +335,3 @@ def _new_adapter(c: Conversion) -> None:
         steps = whole(c.get("pissa_iter", 16)) or 0
         init = "pissa" if steps < 1 else f"pissa_niter_{steps}"
         c.put("actor.model.lora.init", init, "pissa_init", "pissa_iter", comment="pissa_init, pissa_iter")
-
-
-def _data(c: Conversion) -> None:
-    info = _info(c)
-    limit = whole(c.get("max_samples"))
-    training = [_entry(c, str(name), info, limit, "dataset") for name in listed(c.get("dataset"))]
-    if training:
-        c.put(TRAIN, as_entries(training), "dataset", "dataset_dir", "max_samples", comment="dataset")
-    held_out = [_entry(c, str(name), info, limit, "eval_dataset") for name in listed(c.get("eval_dataset"))]
-    if held_out:
-        c.put(EVAL, as_entries(held_out), "eval_dataset")
-    for key, ours in (("dataset", TRAIN), ("eval_dataset", EVAL)):
-        _list_unknown(c, key, ours, info)
-    size = number(c.get("val_size", 0.0)) or 0.0
-    if 0 < size < 1:
-        c.put("data.eval_split", size, "val_size", comment="val_size; which rows differs")
-    elif size:
-        c.missing("data.eval_split is a share of the rows: val_size / rows", "val_size")
-
-
-def _info(c: Conversion) -> Mapping[str, object]:
-    """The entries of dataset_info.json; empty where it is not at hand."""
-    folder = str(c.get("dataset_dir", "data"))
-    file = c.target / c.path(folder) / "dataset_info.json"
-    if not file.is_file():
-        return {}
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
-
-
-def _list_unknown(c: Conversion, key: str, ours: str, info: Mapping[str, object]) -> None:
-    """Name the data sets of which only LLaMA-Factory's own name is known, and what to write for each."""
-    folder = str(c.get("dataset_dir", "data"))
-    names = [str(name) for name in listed(c.get(key))]
-    unknown = [name for name in names if name not in info and not name.endswith(DATA_SUFFIXES) and "/" not in name]
-    if unknown and folder != "ONLINE":
-        where = f"not in {folder}/dataset_info.json" if info else f"{folder}/dataset_info.json is not at hand"
-        c.missing(
-            f"{where}: in {ours} write the file or the name on the Hub for {', '.join(unknown)}"
-            + ("" if info else " (run from LLaMA-Factory's folder, and they are found)"),
-            key,
-        )
-
-
-def _entry(c: Conversion, name: str, info: Mapping[str, object], limit: int | None, key: str) -> dict[str, object]:
-    known = info.get(name)
-    if not isinstance(known, Mapping):
-        return entry(c.path(name), max_samples=limit)
-    folder = str(c.get("dataset_dir", "data"))
-    if known.get("ranking"):
-        c.missing(f"{name} has pairs of preferences: name rows with one answer", key)
-    hub = known.get("hf_hub_url")
-    path = str(hub) if hub else c.path(f"{folder}/{known.get('file_name') or known.get('script_url') or name}")
-    columns = known.get("columns")
-    columns = dict(columns) if isinstance(columns, Mapping) else {}
-    tags = known.get("tags") if isinstance(known.get("tags"), Mapping) else {}
-    kind = str(known.get("formatting", "alpaca"))
-    split = known.get("split")
-    options = {
-        "name": known.get("subset"),
-        "split": None if split in (None, "train") else split,
-        "max_samples": known.get("num_samples") or limit,
-        "columns": _columns(columns, kind, dict(tags or {})),
-    }
-    if kind == "alpaca":
-        c.notes.append(f"{name}: LLaMA-Factory joins instruction and input with one line break, shardtune with two")
-    return entry(path, **options)
-
-
-ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
-
-
-def _columns(columns: Mapping[str, object], kind: str, tags: Mapping[str, object]) -> dict[str, object]:
-    """Our names of columns -> theirs, where they differ."""
-    plain = kind == "openai" or (tags.get("role_tag"), tags.get("content_tag")) == ("role", "content")
-    ours = dict(ALPACA) if kind == "alpaca" else {"messages": "messages" if plain else "conversations"}
-    pairs = {ours.get(theirs, theirs): column for theirs, column in columns.items()}
-    return {name: column for name, column in pairs.items() if name != column}

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtune.config.foreign.conversion import Conversion
+from shardtune.config.foreign.conversion import DATA_SUFFIXES, Conversion
 from shardtune.config.foreign.values import listed
 
 BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 """Readers of `datasets`, which stand in place of a path."""
+ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "bot", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
+}
+"""The role of a message by each name that a row may have for it, as `shardtune.data.messages` reads them."""
+ONE_VALUE = "data.train_on is one value for all data sets"
+TURNS = (
+    "loss_weight: 0 on a message leaves a turn of the assistant out, and tokens with labels have any targets; "
+    "data.transform: FILE.py:FUNCTION makes either (docs/data.md)"
+)
+"""How single turns are trained, or are not."""
+FORMAT = "data.transform: FILE.py:FUNCTION makes rows of a format that docs/data.md lists"
 MOST_BYTES = 1 << 20
 TRAIN, EVAL = "data.train_data_paths", "data.eval_data_paths"
 
@@ -26,10 +41,49 @@ def entry(path: object, **options: object) -> dict[str, object]:
     return {"path": path, **{name: value for name, value in options.items() if value not in (None, {}, [])}}
 
 
-def files_of(c: Conversion, path: object, data_files: object) -> list[str]:
-    """The paths of a data set as `datasets.load_dataset` takes it: a builder with files, a folder, or a Hub name."""
+def split_of(given: object) -> tuple[dict[str, object], str]:
+    """A split as `datasets` writes it (`test`, `train[:100]`, `train[:95%]`, `train+test`).
+
+    Returns:
+        the options of an entry, none for all of `train`; and a remedy for what they leave out, "" if nothing.
+    """
+    text = str(given or "train").replace(" ", "")
+    if "+" in text:
+        return {}, "an entry of its own for each split, {path: …, split: …}; here train is taken"
+    split, _, part = text.partition("[")
+    options: dict[str, object] = {} if split == "train" else {"split": split}
+    first = re.fullmatch(r"0?:(\d+)\]", part)
+    if first and int(first[1]) > 0:
+        return {**options, "max_samples": int(first[1])}, ""
+    return options, "max_samples: N of an entry takes its first N rows; here all are taken" if part else ""
+
+
+def sets_of(c: Conversion, section: str) -> list[tuple[str, Mapping[str, object]]]:
+    """The data sets of a section, one or a list of them, each with its name: `dataset`, or `dataset[0]`."""
+    given = c.get(section)
+    if isinstance(given, Mapping):
+        return [(section, given)]
+    return [(f"{section}[{place}]", one) for place, one in enumerate(listed(given)) if isinstance(one, Mapping)]
+
+
+def of_evaluation(path: str, options: Mapping[str, object]) -> Mapping[str, object]:
+    """The options of an entry for evaluation: `train` of a data set of the Hub is named, as it is not the default."""
+    is_file = path.startswith((".", "/", "~")) or "://" in path or path.endswith(DATA_SUFFIXES)
+    return options if is_file or options.get("split") else {**options, "split": "train"}
+
+
+def files_of(c: Conversion, path: object, data_files: object, split: object = None) -> list[str]:
+    """The paths of a data set as `datasets.load_dataset` takes it: a builder with files, a folder, or a Hub name.
+
+    Args:
+        c: the conversion.
+        path: a builder, a folder or a name on the Hub.
+        data_files: the files, or a mapping from splits to files.
+        split: of such a mapping; None: train. All files where the mapping lacks it.
+    """
     if isinstance(data_files, Mapping):
-        data_files = [name for split in data_files.values() for name in listed(split)]
+        own = data_files.get(str(split or "train").partition("[")[0])
+        data_files = own if own is not None else [name for files in data_files.values() for name in listed(files)]
     names = listed(data_files)
     if not names:
         return [c.path(path)]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardtune.config.foreign import rules
+from shardtune.config.foreign import rules, torchtune_data
 from shardtune.config.foreign.conversion import Conversion, Kind
-from shardtune.config.foreign.rows import BUILDERS, TRAIN, as_entries, entry, files_of
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
 from shardtune.config.foreign.values import PRECISIONS, as_number, clip, is_on, listed, whole
 from shardtune.errors import ConfigError
@@ -19,19 +18,6 @@ LINEAR = {
     "output": "lm_head",
 }
 """torchtune's names of linear layers, and those of the models of transformers."""
-DATASETS: Mapping[str, tuple[str, bool]] = {
-    "alpaca_dataset": ("tatsu-lab/alpaca", True),
-    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", True),
-    "instruct_dataset": ("", False),
-    "chat_dataset": ("", False),
-    "text_completion_dataset": ("", False),
-    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", False),
-    "samsum_dataset": ("Samsung/samsum", False),
-    "grammar_dataset": ("liweili/c4_200m", False),
-    "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail", False),
-    "wikitext_dataset": ("EleutherAI/wikitext_document_level", False),
-}
-"""Builders of data sets: the source, and whether the prompt is trained by default."""
 TABLE: Table = {
     "model": By("actor.model.model_path: OWNER/NAME"),
     "checkpointer": By("actor.model.model_path: FOLDER"),
@@ -100,7 +86,7 @@ def convert(c: Conversion) -> None:
                 remedy="shardtune trains one model by the tokens of its rows; keep torchtune for others",
             )
     length = whole(c.get("tokenizer.max_seq_len"))
-    packed = is_on(c.get("dataset.packed"))
+    packed = torchtune_data.is_packed(c)
     if length is None:
         c.put("data.max_length", 131072, comment="tokenizer.max_seq_len: null, no limit")
     else:
@@ -111,15 +97,12 @@ def convert(c: Conversion) -> None:
         "gradient_accumulation_steps",
         rows=2,
         packed=(length or 2048) if packed else None,
-        packing=("dataset.packed",),
     )
-    if not packed:
-        c.record("dataset.packed", Kind.DEFAULT, rules.PACKED_ANYWAY)
     total = _length_of_run(c)
     _optimizer(c)
     _schedule(c, total)
     _model(c)
-    _data(c)
+    torchtune_data.convert(c)
     _rest(c)
 
 
@@ -251,74 +234,6 @@ def _lora(c: Conversion, builder: str) -> None:
     is_nf4 = builder.startswith("qlora_") or is_on(c.get("model.quantize_base"))
     base = "nf4" if is_nf4 else "bf16" if _dtype(c) == "bf16" else "auto"
     c.put("actor.model.lora.base_dtype", base, "model.quantize_base", comment="the frozen weights")
-
-
-def _data(c: Conversion) -> None:
-    sets = c.get("dataset")
-    single = isinstance(sets, Mapping)
-    given = [sets] if single else [one for one in listed(sets) if isinstance(one, Mapping)]
-    entries: list[dict[str, object]] = []
-    on_prompts: list[bool] = []
-    for place, one in enumerate(given):
-        found, trained = _set(c, "dataset" if single else f"dataset[{place}]", one)
-        entries += found
-        on_prompts.append(trained)
-    if entries:
-        c.put(TRAIN, as_entries(entries), comment="dataset")
-    name = "dataset.train_on_input" if c.has("dataset.train_on_input") else "dataset._component_"
-    if any(on_prompts):
-        c.put("data.train_on", "all", comment=f"{name}: torchtune trains the prompts of this data set")
-    elif len(set(on_prompts)) > 1:
-        c.notes.append("data.train_on is one value for all data sets")
-    held_out = c.get("dataset_val")
-    if isinstance(held_out, Mapping):
-        c.put("data.eval_data_paths", as_entries(_set(c, "dataset_val", held_out)[0]), comment="dataset_val")
-
-
-def _set(c: Conversion, name: str, given: Mapping[str, object]) -> tuple[list[dict[str, object]], bool]:
-    """The entries of one data set, and whether its prompts are trained."""
-    builder = str(given.get("_component_", "")).rpartition(".")[2]
-    source, on_prompts = DATASETS.get(builder, ("", False))
-    path = given.get("source", source)
-    trained = is_on(given.get("train_on_input", on_prompts)) or builder == "text_completion_dataset"
-    split = given.get("split")
-    columns = given.get("column_map")
-    columns = dict(columns) if isinstance(columns, Mapping) else {}
-    for key in ("conversation_column", "column"):
-        if given.get(key) not in (None, "messages", "conversations", "text"):
-            columns["text" if key == "column" else "messages"] = given[key]
-    if builder in ("instruct_dataset",) and columns:
-        columns = {{"input": "instruction"}.get(ours, ours): theirs for ours, theirs in columns.items()}
-    options = {
-        "name": given.get("subset", given.get("name")),
-        "split": None if split in (None, "train") else split,
-        "columns": {ours: theirs for ours, theirs in columns.items() if ours != theirs},
-    }
-    for key in given:
-        c.record(f"{name}.{key}", Kind.TRANSLATED, f"{TRAIN}: an entry's path, name, split or columns; data.train_on")
-    if builder not in DATASETS:
-        c.missing(
-            f"name the rows of {builder} in data.train_data_paths; docs/data.md lists the formats",
-            f"{name}._component_",
-        )
-    elif builder.startswith("alpaca"):
-        c.notes.append(
-            "torchtune writes Alpaca's own text around such rows, here the chat template is used; docs/coming-from.md "
-            "has a function for data.transform that writes the same text"
-        )
-    for key, remedy in _SET_REMEDIES.items():
-        if given.get(key) is not None:
-            c.missing(remedy, f"{name}.{key}")
-    if not path and str(given.get("source")) not in BUILDERS:
-        return [], trained
-    return [entry(file, **options) for file in files_of(c, path, given.get("data_files"))], trained
-
-
-_SET_REMEDIES = {
-    "new_system_prompt": "data.system_prompt: TEXT",
-    "filter_fn": "data.transform: FILE.py:FUNCTION may drop rows by returning None",
-    "image_dir": "paths of images start at the folder of the data file",
-}
 
 
 def _rest(c: Conversion) -> None:

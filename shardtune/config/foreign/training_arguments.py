@@ -154,6 +154,8 @@ def _precision(c: Conversion, neither: str) -> None:
     is_off = "bf16" in c.tree and c.get("bf16") is not None
     kind = "fp32" if is_off and c.trainer == "TRL" else neither
     comment = "bf16: false" if is_off else f"{c.trainer}'s default"
+    if c.mixed_precision and (is_off or c.trainer != "TRL"):
+        kind, comment = c.mixed_precision, "mixed_precision of the launcher"
     c.put("actor.model.precision", kind, "bf16", "fp16", comment=comment)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardtune.config.foreign import rules
 from shardtune.config.foreign.conversion import Conversion, Kind
-from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, files_of, first_row
+from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, files_of, first_row, split_of
 from shardtune.config.foreign.table import By, Missing, NoCounterpart, NotNeeded, Table, To, each
 from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, training_arguments
 from shardtune.config.foreign.values import as_number, is_on, names, whole
@@ -213,7 +213,7 @@ def _data(c: Conversion) -> None:
     if isinstance(mixture, list) and any(isinstance(one, Mapping) for one in mixture):
         found = [_mixed(c, place, one) for place, one in enumerate(mixture) if isinstance(one, Mapping)]
         entries = [one for several in found for one in several]
-        c.put(TRAIN, as_entries(entries), "datasets")
+        c.put(TRAIN, as_entries(entries), comment="datasets")
         if share is not None:
             c.put("data.eval_split", share, "test_split_size", comment="test_split_size; which rows differs")
         c.not_needed(
@@ -224,14 +224,18 @@ def _data(c: Conversion) -> None:
         c.not_needed("no dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
         return
     path = c.path(c.get("dataset_name")) + (f":{c.get('dataset_config')}" if c.has("dataset_config") else "")
-    train, test = str(c.get("dataset_train_split", "train")), str(c.get("dataset_test_split", "test"))
-    splits = [entry(path, split=split) for split in (train, test)]
-    c.put(TRAIN, as_entries([splits[0] if train != "train" else entry(path)]), *_NAMES, "dataset_train_split")
-    if evaluates:
-        comment = "dataset_test_split" if c.has("dataset_test_split") else "TRL's default (dataset_test_split)"
-        c.put(EVAL, as_entries([splits[1]]), "dataset_test_split", comment=comment)
-    else:
+    train, lost = split_of(c.get("dataset_train_split"))
+    c.put(TRAIN, as_entries([entry(path, **train)]), *_NAMES, "dataset_train_split")
+    if lost:
+        c.missing(lost, "dataset_train_split")
+    if not evaluates:
         c.not_needed("eval_strategy is no", "dataset_test_split")
+        return
+    test, lost = split_of(c.get("dataset_test_split", "test"))
+    comment = "dataset_test_split" if c.has("dataset_test_split") else "TRL's default (dataset_test_split)"
+    c.put(EVAL, as_entries([entry(path, **{"split": "train", **test})]), "dataset_test_split", comment=comment)
+    if lost:
+        c.missing(lost, "dataset_test_split")
 
 
 _NAMES = ("dataset_name", "dataset_config")
@@ -240,16 +244,22 @@ _NAMES = ("dataset_name", "dataset_config")
 def _mixed(c: Conversion, place: int, given: Mapping[str, object]) -> list[dict[str, object]]:
     """The entries of one data set of a mixture."""
     name = f"datasets[{place}]"
-    split = given.get("split", "train")
-    paths = files_of(c, given.get("path"), given.get("data_files"))
+    options, lost = split_of(given.get("split"))
+    paths = files_of(c, given.get("path"), given.get("data_files"), given.get("split"))
+    if isinstance(given.get("data_files"), Mapping):
+        options.pop("split", None)
     if given.get("columns"):
         c.not_needed("columns that no row format has are ignored", f"{name}.columns")
     if given.get("data_dir"):
         paths = [c.path(f"{given.get('path')}/{given['data_dir']}")]
-    weight = given.get("fraction")
-    for key in ("path", "data_files", "data_dir", "name", "split", "fraction"):
-        c.record(f"{name}.{key}", Kind.TRANSLATED, f"{TRAIN}: an entry's path, name, split or weight")
-    options = {"name": given.get("name"), "split": None if split == "train" else split, "weight": weight}
+    options |= {"name": given.get("name"), "weight": given.get("fraction")}
+    for key in given:
+        if key in ("path", "data_files", "data_dir", "name", "split", "fraction"):
+            c.record(f"{name}.{key}", Kind.TRANSLATED, f"{TRAIN}: an entry's path, name, split or weight")
+        elif key != "columns":
+            c.record(f"{name}.{key}", Kind.UNKNOWN, "no key of TRL's data sets that is known here")
+    if lost:
+        c.missing(lost, f"{name}.split")
     return [entry(path, **options) for path in paths]
 
 

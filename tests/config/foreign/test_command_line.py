@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardtune.config.foreign.command_line import read_command_line
+from shardtune.config.foreign.command_line import CommandLine, read_command_line
+from shardtune.config.foreign.launch import started
 from shardtune.errors import ConfigError
 from tests.support.workspace import run_cli
 
@@ -28,14 +29,50 @@ FLAGS = "--model_name_or_path me/model --dataset_name me/rows"
         ("python sft.py --seed 1", None, {"seed": 1}, None),
         ("torchrun --nproc-per-node=2 sft.py", None, {}, 2),
         ("llamafactory-cli train a.yaml", "a.yaml", {}, None),
+        ("torchrun --nproc_per_node 4 --nnodes 2 sft.py", None, {}, 8),
+        ("torchrun --nproc_per_node 4 --nnodes 2:2 -t 3 sft.py --seed 1", None, {"seed": 1}, 8),
+        ("torchrun --nproc_per_node 4 --nnodes 1:4 sft.py", None, {}, None),
+        ("torchrun --nproc_per_node gpu sft.py", None, {}, None),
+        ("torchrun --nproc_per_node auto --nnodes 2 sft.py", None, {}, None),
+        ("torchrun --standalone sft.py", None, {}, 1),
+        ("python -u -m torch.distributed.run --nproc_per_node 2 sft.py --seed 1", None, {"seed": 1}, 2),
+        ("accelerate launch --num_processes 8 --num_machines 2 sft.py", None, {}, 8),
+        ("accelerate launch --multi_gpu --num_processes 4 -m axolotl.cli.train a.yaml", "a.yaml", {}, 4),
+        ("accelerate-launch --num_machines 2 sft.py", None, {}, None),
+        ("deepspeed --num_gpus 4 --num_nodes 2 sft.py --deepspeed z.json", None, {"deepspeed": "z.json"}, 8),
+        ("deepspeed --num_gpus=4 sft.py", None, {}, 4),
+        ("deepspeed -H hosts --num_gpus 4 sft.py", None, {}, None),
+        ("deepspeed -i localhost:0,1,3 sft.py", None, {}, 3),
+        ("deepspeed --include worker-0@worker-1:0,2 sft.py", None, {}, None),
+        ("deepspeed --exclude localhost:0 --num_gpus 4 sft.py", None, {}, None),
     ],
 )
 def test_words_are_read(typed: str, file: str | None, values: dict[str, object], processes: int | None) -> None:
     found = read_command_line(shlex.split(typed))
-    assert (found.file, found.values, found.processes) == (file and Path(file), values, processes)
+    assert (found.file, found.values, _processes(found)) == (file and Path(file), values, processes)
 
 
-@pytest.mark.parametrize(("typed", "says"), [("--seed 1 --seed 2", "--seed is given twice"), ("a.yaml b.yaml", "one")])
+def _processes(found: CommandLine) -> int | None:
+    return None if found.launch is None else started(found.launch).processes
+
+
+@pytest.mark.parametrize("command", ["dpo", "kto", "grpo", "rloo", "reward"])
+@pytest.mark.parametrize("typed", ["trl {}", "accelerate launch --num_processes 2 -m trl.scripts.{}"])
+def test_commands_of_trl_that_do_not_fine_tune_are_refused(typed: str, command: str) -> None:
+    ended = run_cli("convert", *shlex.split(typed.format(command)), *shlex.split(FLAGS))
+    assert ended.code == 2
+    assert f"trl {command} is no supervised fine-tuning" in ended.err
+    assert "as trl sft does" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--seed 1 --seed 2", "--seed is given twice"),
+        ("a.yaml b.yaml", "one"),
+        ("torchrun --nnodes 1 --nnodes=2 sft.py", "--nnodes is given twice"),
+    ],
+)
 def test_contradictions_are_refused(typed: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_command_line(shlex.split(typed))

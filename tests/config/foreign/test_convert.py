@@ -93,6 +93,10 @@ def test_what_is_no_fine_tuning_is_refused(of, trainer: str, changes: dict[str, 
 def test_the_command_writes_reports_and_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sft.yaml").write_text("model_name_or_path: org/model\ndataset_name: org/rows\nfoo_bar: 1\n")
+    refused = run_cli("convert", "sft.yaml", "--world-size", "2", "-o", "new/recipe.yaml")
+    assert (refused.code, "there is no folder new" in refused.err) == (2, True)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new").mkdir()
     done = run_cli("convert", "sft.yaml", "--world-size", "2", "-o", "new/recipe.yaml")
     assert done.code == 0
     assert "foo_bar: 1  ->  no key of TRL" in done.out

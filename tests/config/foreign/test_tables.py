@@ -10,14 +10,19 @@ from transformers import TrainingArguments
 
 from shardtune.config import KEYS
 from shardtune.config.foreign.hints import hint
+from shardtune.config.foreign.launch_keys import PREFIXES, SHORT, SWITCHES, TABLES
+from shardtune.config.foreign.rows import ROLES
 from shardtune.config.foreign.table import By, Missing, NotNeeded, To
 from shardtune.config.foreign.trainers import TRAINERS, recognise
 from shardtune.config.keys import OTHER_NAMES
 from shardtune.config.schema import DataEntry
+from shardtune.data import messages
 from shardtune.errors import ConfigError
 
 OURS = re.compile(r"\b(?:runner|actor|data|eval)\.[a-z_]+(?:\.[a-z_0-9]+)*")
 ENTRIES = [(word, name, entry) for word, known in TRAINERS.items() for name, entry in known.table.items()]
+ENTRIES += [(word, name, entry) for word, table in TABLES.items() for name, entry in table.items()]
+ENTRIES += [("accelerate", name, entry) for name, entry in PREFIXES.items()]
 
 
 def test_each_entry_names_keys_that_exist():
@@ -26,6 +31,24 @@ def test_each_entry_names_keys_that_exist():
         for key in OURS.findall(text[type(entry)](entry)):
             assert key in KEYS, f"{word}: {name} names {key}"
     assert len(ENTRIES) > 700
+
+
+def test_the_names_of_roles_are_those_that_rows_may_have():
+    assert ROLES == messages.ROLES
+
+
+def test_short_options_and_switches_of_launchers_are_in_their_tables():
+    for word, table in TABLES.items():
+        known = (*table, *PREFIXES) if word == "accelerate" else tuple(table)
+        names = (*SHORT[word].values(), *(name for name in SWITCHES[word] if word != "python"))
+        assert not [name for name in names if not name.startswith(known)]
+
+
+def test_all_options_of_torchrun_are_known():
+    from torch.distributed.run import get_args_parser
+
+    names = {option for action in get_args_parser()._actions for option in action.option_strings if "--" in option}
+    assert {name.removeprefix("--").replace("-", "_") for name in names} - {"help"} <= set(TABLES["torchrun"])
 
 
 @pytest.mark.parametrize("word", ["trl", "llama-factory"])

@@ -1,0 +1,354 @@
+"""Data sets of other trainers: no key of one is lost, and what is trained of its rows is what they train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardtune.config.foreign.conversion import Kind
+from shardtune.config.foreign.convert import Converted
+from tests.config.foreign.conftest import value
+
+TRAIN, EVAL, TRAIN_ON = "data.train_data_paths", "data.eval_data_paths", "data.train_on"
+
+
+def kinds(found: Converted, prefix: str) -> dict[str, Kind]:
+    """What became of the keys whose names begin so, by the rest of the name."""
+    outcomes = found.conversion.outcomes
+    return {name.removeprefix(prefix): one.kind for name, one in outcomes.items() if name.startswith(prefix)}
+
+
+# -- torchtune ---------------------------------------------------------------------------------------------------------
+
+
+def tuned(builder: str, **given: Any) -> dict[str, Any]:
+    return {"_component_": f"torchtune.datasets.{builder}", **given}
+
+
+def test_each_key_of_a_data_set_of_torchtune_is_read_or_said(of):
+    chat = tuned("chat_dataset", source="me/rows", conversation_style="openai", conversation_column="turns")
+    more = {"soruce": "x", "filter_fn": "f", "num_proc": 4, "revision": "main", "masking_strategy": None, "add_eos": 1}
+    found = of("torchtune", dataset={**chat, **more})
+    assert kinds(found, "dataset.") == {
+        "_component_": Kind.TRANSLATED,
+        "source": Kind.TRANSLATED,
+        "conversation_style": Kind.NOT_NEEDED,
+        "conversation_column": Kind.TRANSLATED,
+        "soruce": Kind.UNKNOWN,
+        "filter_fn": Kind.MISSING,
+        "num_proc": Kind.NOT_NEEDED,
+        "revision": Kind.MISSING,
+        "masking_strategy": Kind.DEFAULT,
+        "add_eos": Kind.UNKNOWN,
+    }
+    assert "did you mean source?" in found.report
+    assert value(found, TRAIN) == {"path": "me/rows", "columns": {"messages": "turns"}}
+    other = of("torchtune", dataset=tuned("my_dataset", source="me/rows", knob=1, train_on_input=True))
+    assert kinds(other, "dataset.") == {
+        "_component_": Kind.MISSING,
+        "source": Kind.TRANSLATED,
+        "knob": Kind.MISSING,
+        "train_on_input": Kind.MISSING,
+    }
+    styled = of("torchtune", dataset={**chat, "conversation_style": "mine"})
+    assert kinds(styled, "dataset.")["conversation_style"] is Kind.MISSING
+
+
+@pytest.mark.parametrize(
+    ("builder", "given", "train_on", "kind"),
+    [
+        ("chat_dataset", {"masking_strategy": "train_on_last"}, "last_assistant", Kind.TRANSLATED),
+        ("chat_dataset", {"masking_strategy": "train_on_all"}, "all", Kind.TRANSLATED),
+        ("chat_dataset", {"masking_strategy": "train_on_assistant"}, "absent", Kind.DEFAULT),
+        ("alpaca_dataset", {"masking_strategy": "train_on_assistant"}, "absent", Kind.DEFAULT),
+        ("chat_dataset", {"masking_strategy": "train_on_some"}, "absent", Kind.MISSING),
+        ("chat_dataset", {"masking_strategy": "train_on_all", "train_on_input": False}, "absent", Kind.NOT_NEEDED),
+    ],
+)
+def test_the_masking_strategy_is_what_is_trained(of, builder: str, given: dict[str, Any], train_on: str, kind: Kind):
+    found = of("torchtune", dataset=tuned(builder, source="me/rows", **given))
+    assert value(found, TRAIN_ON) == train_on
+    assert kinds(found, "dataset.")["masking_strategy"] is kind
+    assert "does not load" not in found.report
+
+
+@pytest.mark.parametrize(
+    ("builder", "given", "expected"),
+    [
+        ("instruct_dataset", {}, {"path": "me/rows", "columns": {"instruction": "input"}}),
+        (
+            "instruct_dataset",
+            {"column_map": {"input": "q", "output": "a"}},
+            {"path": "me/rows", "columns": {"instruction": "q", "output": "a"}},
+        ),
+        ("text_completion_dataset", {"column": "body"}, {"path": "me/rows", "columns": {"text": "body"}}),
+        (
+            "slimorca_dataset",
+            {"column_map": {"conversations": "c"}},
+            {"path": "me/rows", "columns": {"conversations": "c"}},
+        ),
+        ("chat_dataset", {"split": "train[:50]"}, {"path": "me/rows", "max_samples": 50}),
+        ("chat_dataset", {"split": "train[:95%]"}, "me/rows"),
+        ("chat_dataset", {"split": "train+test"}, "me/rows"),
+        ("chat_dataset", {"split": "test[5:]"}, {"path": "me/rows", "split": "test"}),
+    ],
+)
+def test_data_sets_of_torchtune_become_entries(of, builder: str, given: dict[str, Any], expected: object):
+    found = of("torchtune", dataset=tuned(builder, source="me/rows", **given))
+    assert value(found, TRAIN) == expected
+    if given.get("split", "train[:50]") != "train[:50]":
+        assert kinds(found, "dataset.")["split"] is Kind.MISSING
+
+
+def test_plain_text_of_torchtune_ends_and_is_packed_as_here_or_that_is_said(of):
+    text = tuned("text_completion_dataset", source="me/rows", packed=True)
+    found = of("torchtune", dataset={**text, "add_eos": False, "split_across_pack": True})
+    assert kinds(found, "dataset.")["add_eos"] is kinds(found, "dataset.")["split_across_pack"] is Kind.MISSING
+    found = of("torchtune", dataset={**text, "add_eos": True, "split_across_pack": False})
+    assert kinds(found, "dataset.")["add_eos"] is kinds(found, "dataset.")["split_across_pack"] is Kind.DEFAULT
+    assert "torchtune cuts a text at the end of a packed sequence" in of("torchtune", dataset=text).report
+
+
+def test_packed_data_sets_of_a_list_are_counted_in_tokens(of):
+    sets = [tuned("chat_dataset", source=f"me/{name}", packed=True) for name in "ab"]
+    tokenizer = {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": 512}
+    found = of("torchtune", world_size=2, dataset=sets, tokenizer=tokenizer, batch_size=3)
+    assert value(found, "actor.global_batch_tokens") == 3 * 2 * 512
+    assert value(found, "actor.global_batch_size") == "absent"
+    assert kinds(found, "dataset[1].")["packed"] is Kind.TRANSLATED
+    assert value(found, TRAIN) == ["me/a", "me/b"]
+    mixed = of("torchtune", dataset=[sets[0], tuned("chat_dataset", source="me/b")])
+    assert "refuses packed data sets beside others" in mixed.report
+
+
+def test_where_data_sets_of_torchtune_differ_nothing_is_trained_that_one_leaves_out(of):
+    sets = [
+        tuned("chat_dataset", source="me/a", train_on_input=True),
+        tuned("chat_dataset", source="me/b", train_on_input=False),
+        tuned("alpaca_dataset"),
+        tuned("text_completion_dataset", source="me/c"),
+    ]
+    found = of("torchtune", dataset=sets, dataset_val=[tuned("chat_dataset", source="me/d", train_on_input=True)])
+    assert value(found, TRAIN_ON) == "absent"  # assistant
+    assert kinds(found, "dataset[0].")["train_on_input"] is Kind.MISSING
+    assert kinds(found, "dataset[1].")["train_on_input"] is Kind.DEFAULT
+    assert kinds(found, "dataset_val[0].")["train_on_input"] is Kind.MISSING
+    assert "torchtune trains prompts and answers of dataset[2]" in " ".join(found.report.split())
+    assert value(found, EVAL) == {"path": "me/d", "split": "train"}  # not the test split, which is the default here
+    last = of("torchtune", dataset=[sets[1], tuned("chat_dataset", source="me/a", masking_strategy="train_on_last")])
+    assert value(last, TRAIN_ON) == "last_assistant"
+    assert kinds(last, "dataset[0].")["train_on_input"] is Kind.MISSING
+    assert value(of("torchtune", dataset=[sets[0], sets[0]]), TRAIN_ON) == "all"
+    assert value(of("torchtune", dataset=sets[3]), TRAIN_ON) == "all"
+
+
+def test_the_files_of_a_split_are_those_of_the_split(of):
+    files = {"train": "a.jsonl", "validation": "b.jsonl"}
+    found = of("torchtune", dataset=tuned("chat_dataset", source="json", data_files=files, split="train"))
+    assert value(found, TRAIN) == "a.jsonl"
+    mixture = [{"path": "json", "data_files": files, "split": "validation"}]
+    assert value(of("trl", datasets=mixture), TRAIN) == "b.jsonl"
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_splits_of_trl_are_said(of):
+    splits = {"dataset_train_split": "train[:90%]", "dataset_test_split": "train[90%:]", "eval_strategy": "epoch"}
+    found = of("trl", **splits)
+    assert (value(found, TRAIN), value(found, EVAL)) == ("org/rows", {"path": "org/rows", "split": "train"})
+    assert {found.conversion.outcomes[name].kind for name in list(splits)[:2]} == {Kind.MISSING}
+    mixture = of("trl", datasets=[{"path": "org/rows", "split": "train[:5%]", "colums": ["a"], "columns": ["text"]}])
+    assert kinds(mixture, "datasets[0].") == {
+        "path": Kind.TRANSLATED,
+        "split": Kind.MISSING,
+        "colums": Kind.UNKNOWN,
+        "columns": Kind.NOT_NEEDED,
+    }
+
+
+# -- Axolotl -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"roles_to_train": ["assistant"]}, Kind.TRANSLATED),
+        ({"roles_to_train": ["gpt"]}, Kind.TRANSLATED),
+        ({"roles_to_train": ["agent"], "roles": {"assistant": ["agent"]}}, Kind.TRANSLATED),
+        ({"roles_to_train": None}, Kind.DEFAULT),
+        ({"roles_to_train": ["assistant", "tool"]}, Kind.MISSING),
+        ({"roles_to_train": ["user", "assistant"]}, Kind.MISSING),
+        ({"roles_to_train": ["user"]}, Kind.MISSING),
+        ({"roles_to_train": ["function_call"]}, Kind.MISSING),
+        ({"roles_to_train": []}, Kind.MISSING),
+    ],
+)
+@pytest.mark.parametrize("section", ["datasets", "test_datasets"])
+def test_the_roles_to_train_are_the_assistant_or_have_a_remedy(of, section: str, given: dict[str, Any], kind: Kind):
+    found = of("axolotl", **{section: [{"path": "org/rows", "type": "chat_template", **given}]})
+    assert value(found, TRAIN_ON) == "absent"  # assistant
+    assert kinds(found, f"{section}[0].")["roles_to_train"] is kind
+    everything = of("axolotl", train_on_inputs=True, datasets=[{"path": "org/rows", "type": "chat_template", **given}])
+    assert value(everything, TRAIN_ON) == "all"
+    assert kinds(everything, "datasets[0].")["roles_to_train"] in (Kind.NOT_NEEDED, Kind.DEFAULT)
+
+
+def test_the_names_of_roles_of_axolotl_are_known_or_have_a_remedy(of):
+    roles = {"user": ["human", "customer"], "assistant": ["gpt", "bot"], "tool": ["assistant"], "ipython": ["tool"]}
+    found = of("axolotl", datasets=[{"path": "org/rows", "type": "chat_template", "roles": roles}])
+    assert kinds(found, "datasets[0].roles.") == {
+        "user": Kind.MISSING,
+        "assistant": Kind.NOT_NEEDED,
+        "tool": Kind.MISSING,
+        "ipython": Kind.MISSING,
+    }
+    assert "customer: data.transform" in found.report
+
+
+def test_the_templates_of_evaluation_data_of_axolotl_are_said(of):
+    found = of("axolotl", test_datasets=[{"path": "org/rows", "type": "chat_template", "chat_template": "alpaca"}])
+    assert kinds(found, "test_datasets[0].")["chat_template"] is Kind.MISSING
+    assert value(found, EVAL) == {"path": "org/rows", "split": "train"}
+
+
+# -- LLaMA-Factory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def factory(of, tmp_path: Path):
+    """Convert a data set that dataset_info.json describes so."""
+
+    def make(described: dict[str, Any], **given: Any) -> Converted:
+        (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": described}))
+        (tmp_path / "rows.jsonl").write_text("{}")
+        return of("llama-factory", **{"dataset": "mine", "dataset_dir": ".", **given})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"prompt": "text"}, "rows.jsonl"),
+        ({"prompt": "body"}, {"path": "rows.jsonl", "columns": {"text": "body"}}),
+        (None, {"path": "rows.jsonl", "columns": {"text": "instruction"}}),
+    ],
+)
+def test_pretraining_of_llama_factory_reads_text_and_trains_all_of_it(factory, columns: object, expected: object):
+    described = {"file_name": "rows.jsonl", **({"columns": columns} if columns else {})}
+    found = factory(described, stage="pt", cutoff_len=64)
+    assert value(found, TRAIN) == expected
+    assert value(found, "data.on_too_long") == "split"
+    assert value(found, TRAIN_ON) == "all"
+    assert "does not load" not in found.report
+    assert value(factory(described, stage="pt", packing=False), "data.on_too_long") == "absent"
+    joined = factory({"file_name": "rows.jsonl", "columns": {"prompt": "a", "query": "b"}}, stage="pt")
+    assert kinds(joined, "dataset_info.json mine.columns.")["query"] is Kind.MISSING
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "max_samples", "expected"), [(1000, 100, 100), (50, 100, 50), (None, 100, 100), (7, None, 7)]
+)
+def test_the_smaller_number_of_samples_counts(factory, num_samples: object, max_samples: object, expected: int):
+    found = factory({"file_name": "rows.jsonl", "num_samples": num_samples}, max_samples=max_samples)
+    assert value(found, TRAIN) == {"path": "rows.jsonl", "max_samples": expected}
+
+
+def test_each_key_of_dataset_info_is_read_or_said(factory):
+    described = {
+        "file_name": "rows.jsonl",
+        "ms_hub_url": "me/rows",
+        "formatting": "sharegpt",
+        "ranking": True,
+        "folder": "a",
+        "split": "train[:5%]",
+        "knob": 1,
+        "columns": {"messages": "turns", "videos": "v", "system": "system", "query": "q", "knob": "k"},
+        "tags": {
+            "role_tag": "speaker",
+            "content_tag": "content",
+            "user_tag": "customer",
+            "assistant_tag": "gpt",
+            "function_tag": "call",
+            "observation_tag": "observation",
+            "system_tag": None,
+        },
+    }
+    found = factory(described)
+    assert set(found.conversion.outcomes) == set(found.conversion.given)
+    assert kinds(found, "dataset_info.json mine.") == {
+        "file_name": Kind.TRANSLATED,
+        "ms_hub_url": Kind.NOT_NEEDED,
+        "formatting": Kind.NOT_NEEDED,
+        "ranking": Kind.MISSING,
+        "folder": Kind.MISSING,
+        "split": Kind.MISSING,
+        "knob": Kind.UNKNOWN,
+        "columns.messages": Kind.TRANSLATED,
+        "columns.videos": Kind.MISSING,
+        "columns.system": Kind.DEFAULT,
+        "columns.query": Kind.NOT_NEEDED,
+        "columns.knob": Kind.UNKNOWN,
+        "tags.role_tag": Kind.MISSING,
+        "tags.content_tag": Kind.NOT_NEEDED,
+        "tags.user_tag": Kind.MISSING,
+        "tags.assistant_tag": Kind.NOT_NEEDED,
+        "tags.function_tag": Kind.MISSING,
+        "tags.observation_tag": Kind.NOT_NEEDED,
+        "tags.system_tag": Kind.DEFAULT,
+    }
+    assert value(found, TRAIN) == {"path": "rows.jsonl", "columns": {"conversations": "turns"}}
+    elsewhere = factory({"ms_hub_url": "me/rows"})
+    assert kinds(elsewhere, "dataset_info.json mine.")["ms_hub_url"] is Kind.MISSING
+    assert elsewhere.conversion.outcomes["dataset"].kind is Kind.MISSING
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "kind"),
+    [
+        ({"enable_thinking": False}, {"enable_thinking": False}, Kind.TRANSLATED),
+        ({"enable_thinking": True}, "absent", Kind.DEFAULT),
+        ({"enable_thinking": None}, "absent", Kind.MISSING),
+        ({"enable_thinking": False, "template": "chatml"}, "absent", Kind.NOT_NEEDED),
+        ({"enable_thinking": False, "stage": "pt"}, "absent", Kind.NOT_NEEDED),
+    ],
+)
+def test_thinking_is_a_value_of_the_chat_template(of, given: dict[str, Any], expected: object, kind: Kind):
+    found = of("llama-factory", **given)
+    assert value(found, "data.template_kwargs") == expected
+    assert found.conversion.outcomes["enable_thinking"].kind is kind
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "kind", "says"),
+    [
+        ({"split_special_tokens": True}, "split_special_tokens", Kind.MISSING, "is read as that token"),
+        ({"split_special_tokens": False}, "split_special_tokens", Kind.DEFAULT, "so it is here"),
+        ({"new_special_tokens_config": "t.yaml"}, "new_special_tokens_config", Kind.MISSING, "the mean of the others"),
+        ({"add_tokens": "<a>", "init_special_tokens": "desc_init"}, "init_special_tokens", Kind.MISSING, "the mean"),
+        ({"init_special_tokens": "desc_init"}, "init_special_tokens", Kind.NOT_NEEDED, "no new tokens"),
+        ({"ignore_pad_token_for_loss": False}, "ignore_pad_token_for_loss", Kind.MISSING, "no padding is trained"),
+        ({"ignore_pad_token_for_loss": True}, "ignore_pad_token_for_loss", Kind.DEFAULT, "so it is here"),
+    ],
+)
+def test_keys_of_tokens_say_what_is_true(of, given: dict[str, Any], name: str, kind: Kind, says: str):
+    outcome = of("llama-factory", **given).conversion.outcomes[name]
+    assert (outcome.kind, says in outcome.text) == (kind, True)
+
+
+def test_tokens_of_a_file_replace_those_of_the_key(of):
+    found = of("llama-factory", new_special_tokens_config="t.yaml", add_special_tokens="<a>", add_tokens="<b>")
+    assert value(found, "actor.tokenizer.new_tokens") == ["<b>"]
+    assert found.conversion.outcomes["add_special_tokens"].kind is Kind.NOT_NEEDED
+
+
+def test_a_broken_dataset_info_is_an_error(of, tmp_path: Path):
+    from shardtune.errors import ConfigError
+
+    (tmp_path / "dataset_info.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"dataset_info\.json cannot be read"):
+        of("llama-factory", dataset="mine", dataset_dir=".")
