@@ -26,6 +26,7 @@ from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.pretrained import settings_directory
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.optim.build import build_optimizer, check_optimizer
+from shardtune.optim.quantized_state import codes
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
@@ -249,6 +250,7 @@ class _Step:
         recipe, adapter, ranks = self.recipe, self.adapter, self.ranks
         actor = recipe.actor
         check_optimizer(actor.optim, ranks.layout)  # what it tries, it tries on tensors with values
+        codes.cache_clear()  # a step of fewer layers would be alike but for this table
         model, _ = build_empty(adapter.build, recipe.runner.seed)
         cut(model, depths)
         adapter.set_execution(model)

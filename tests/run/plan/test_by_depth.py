@@ -29,9 +29,9 @@ SIZES: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "sliding_window": 8}
 MODELS: dict[str, PreTrainedConfig] = {
     "dense": Qwen3Config(**SIZES, num_hidden_layers=14, architectures=["Qwen3ForCausalLM"]),
-    "window": Gemma3TextConfig(**SIZES, num_hidden_layers=56, sliding_window=8, architectures=["Gemma3ForCausalLM"]),
+    "window": Gemma3TextConfig(**SIZES, num_hidden_layers=80, sliding_window=8, architectures=["Gemma3ForCausalLM"]),
     "experts": Qwen3MoeConfig(
-        **SIZES, **EXPERTS, num_hidden_layers=16, moe_intermediate_size=16, num_experts=4, mlp_only_layers=[0],
+        **SIZES, **EXPERTS, num_hidden_layers=24, moe_intermediate_size=16, num_experts=4, mlp_only_layers=[0],
         architectures=["Qwen3MoeForCausalLM"],
     ),
     "two layers of experts": Qwen3MoeConfig(
@@ -42,7 +42,7 @@ MODELS: dict[str, PreTrainedConfig] = {
         **SIZES, **EXPERTS, num_hidden_layers=2, num_local_experts=4, architectures=["GptOssForCausalLM"]
     ),
     "sinks": GptOssConfig(
-        **SIZES, **EXPERTS, num_hidden_layers=24, num_local_experts=4, architectures=["GptOssForCausalLM"]
+        **SIZES, **EXPERTS, num_hidden_layers=40, num_local_experts=4, architectures=["GptOssForCausalLM"]
     ),
 }  # fmt: skip
 LORA = ("model.is_lora=true", "model.lora.r=4")
