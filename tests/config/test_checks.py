@@ -54,6 +54,10 @@ EVAL = "data.eval_data_paths=eval.jsonl"
             "data.ignored_keys: loss_weight is a key that messages are read by",
         ),
         (["data.ignored_keys=[thinking]"], "data.ignored_keys: thinking is a key that messages are read by"),
+        (
+            ["actor.model.low_cpu_mem_usage=false", f"actor.model.adapter={__file__}:Own"],
+            "low_cpu_mem_usage: false has no effect with an adapter",
+        ),
         (["runner.logger.prometheus.port=9000"], "without prometheus in runner.logger.logger_backends"),
         (["runner.logger.rank_logs=true"], "runner.logger.rank_logs has no effect on a single process"),
         (["eval.generate=true"], "eval.generate: true needs evaluation data"),

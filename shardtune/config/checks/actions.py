@@ -28,11 +28,13 @@ OF_ACTIONS = ("action_chunks_len", *OF_ACTION_TOKENS, *OF_POLICIES)
 def actions(context: Context) -> Iterator[ConfigError]:
     model = context.recipe.actor.model
     own = model.adapter is None and context.recipe.actor.worker is None
-    if own and model.model_type in BUILT_IN and not model.low_cpu_mem_usage:
+    built = context.recipe.actor.worker is None and (model.adapter is not None or model.model_type in BUILT_IN)
+    if built and not model.low_cpu_mem_usage:
         key = "actor.model.low_cpu_mem_usage"
+        kind = f"model_type: {model.model_type}" if model.adapter is None else "an adapter"
         yield context.problem(
             key,
-            f"{key}: false has no effect with model_type: {model.model_type}, which is always built on the meta device",
+            f"{key}: false has no effect with {kind}, which is always built on the meta device",
             "leave it out; a registered function may pass it on",
         )
     if model.action_representation_mask is not None and model.action_representation == "absolute":

@@ -346,6 +346,12 @@ def open_by_file(
         most_open=3 * mixed_files(data) + 1,
     )
     report(f"data: {rows.describe()}, tokenised one by one while training goes on")
+    for source in sources:
+        if len(source.files) > 1 and source.weight != round(source.weight):
+            report(
+                f"data: {source.name}: the weight {source.weight:g} is rounded for each of its {len(source.files):,} "
+                "files, not for all of them together: the more rows a file has, the closer"
+            )
     return rows
 
 

@@ -57,11 +57,11 @@ def recipe(folder: Path, **data: object) -> Recipe:
     )
 
 
-def opened(folder: Path, **data: object) -> RowsByFile:
+def opened(folder: Path, report: Callable[[str], None] = lambda _: None, **data: object) -> RowsByFile:
     made = recipe(folder, **data)
     encoder = WordEncoder(50, "drop")
     sources = resolve_sources(made.data.train_data_paths, made.data, name_format=lambda row: "", report=lambda _: None)
-    return open_by_file(sources, encoder, made, lambda _: None)
+    return open_by_file(sources, encoder, made, report)
 
 
 def at(file: int, row: int | list[int]) -> np.ndarray:
@@ -96,6 +96,14 @@ def test_only_the_files_that_are_read_are_tokenised(folder: Path) -> None:
     again = opened(folder)
     assert again.fingerprint == rows.fingerprint
     assert again.files[2]["rows"] is None
+
+
+def test_weights_that_are_rounded_for_each_file_are_said(folder: Path) -> None:
+    for weight, path, is_said in ((0.5, "*", True), (2.0, "*", False), (0.5, "f1", False)):
+        said: list[str] = []
+        entry = {"path": str(folder / f"{path}.jsonl"), "name": "here", "weight": weight}
+        opened(folder, said.append, train_data_paths=[entry])
+        assert any("here: the weight 0.5 is rounded for each of its 5 files" in line for line in said) == is_said
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(folder: Path) -> None:
