@@ -29,6 +29,8 @@ from shardtune.training.worker.reported import evaluation_method
 from shardtune.training.worker.run_context import RunContext, silent
 
 METRICS = "metrics.json"
+ROUNDED = 0.02
+"""Of a loss: more than weights rounded to bf16 change it."""
 TRAINING_STATE = "training_state"
 
 
@@ -71,6 +73,7 @@ def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker, *, ended: 
     gc.collect()
     metrics = on_main(ranks, lambda: _publish(run_dir, temporary, step, worker.report))
     score = _evaluate(worker, run_dir / FINAL) if measured else FinalScore()
+    on_main(ranks, lambda: _compare(run_dir, step, score.metrics, worker.report))
     on_main(ranks, lambda: _finish(run_dir, metrics, score.metrics, ended))
     return score
 
@@ -92,6 +95,22 @@ def _evaluate(worker: FSDPSftWorker, directory: Path) -> FinalScore:
         error.add_note(f"{directory} is written; what failed is loading it again and evaluating it")
         raise
     return score
+
+
+def _compare(run_dir: Path, step: int, found: Mapping[str, float], report: Callable[[str], None]) -> None:
+    """Report losses of `final/` that are not those of the same step in training, by more than an export rounds."""
+    lines = read_metrics(run_dir)
+    trained = lines[-1] if lines and lines[-1].get("step") == step else {}
+    for name, value in found.items():
+        before = trained.get(name)
+        if not name.endswith("/loss") or not isinstance(before, float):
+            continue
+        if abs(value - before) > ROUNDED * max(abs(before), abs(value)):
+            report(
+                f"{name} of {FINAL}/ is {value:.4g}, and {before:.4g} in training after the same step: what the model "
+                "computes is not in its parameters and persistent buffers alone (an attribute or a buffer that forward "
+                "changes, say), so whoever loads the directory gets other results"
+            )
 
 
 def _publish(run_dir: Path, temporary: Path, step: int, report: Callable[[str], None]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, CLIPImageProcessorPil, Qwen2ForCausalLM
 
 import shardtune
 from shardtune.errors import CheckpointError, ModelError
+from shardtune.run.final import _compare
 from tests.support.tiny_run import Tiny, make_tiny
 from tests.training.worker import test_base as own
 
@@ -132,3 +133,18 @@ def test_metrics_without_an_evaluation_are_those_of_the_last_step(tiny: Tiny) ->
     assert metrics == last
     assert {"step", "epoch", "train/loss", "train/grad_norm", "train/learning_rate"} <= metrics.keys()
     assert metrics["step"] == 3
+
+
+def test_losses_of_the_directory_that_are_not_those_of_training_are_reported(tmp_path: Path) -> None:
+    """Of the last step alone, and by more than weights rounded to bf16 change them."""
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 2, "eval/loss": 9.0}\n{"step": 3, "eval/loss": 2.0, "eval/a/loss": 1.0}\n'
+    )
+    for step, found, names in (
+        (3, {"eval/loss": 1.0, "eval/a/loss": 1.005, "eval/accuracy": 0.5}, ["eval/loss of final/ is 1, and 2 in"]),
+        (3, {"eval/loss": 2.01, "eval/a/loss": 1.1}, ["eval/a/loss of final/ is 1.1, and 1 in"]),
+        (4, {"eval/loss": 1.0}, []),
+    ):
+        said: list[str] = []
+        _compare(tmp_path, step, found, said.append)
+        assert [line.partition(" training")[0] for line in said] == names
