@@ -105,7 +105,7 @@ def _compare(run_dir: Path, step: int, found: Mapping[str, float], report: Calla
         before = trained.get(name)
         if not name.endswith("/loss") or not isinstance(before, float):
             continue
-        if abs(value - before) > ROUNDED * max(abs(before), abs(value)):
+        if abs(value - before) > ROUNDED * max(abs(before), abs(value), 1.0):  # rounding is more of a small loss
             report(
                 f"{name} of {FINAL}/ is {value:.4g}, and {before:.4g} in training after the same step: what the model "
                 "computes is not in its parameters and persistent buffers alone (an attribute or a buffer that forward "

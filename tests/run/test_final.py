@@ -138,12 +138,13 @@ def test_metrics_without_an_evaluation_are_those_of_the_last_step(tiny: Tiny) ->
 def test_losses_of_the_directory_that_are_not_those_of_training_are_reported(tmp_path: Path) -> None:
     """Of the last step alone, and by more than weights rounded to bf16 change them."""
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 2, "eval/loss": 9.0}\n{"step": 3, "eval/loss": 2.0, "eval/a/loss": 1.0}\n'
+        '{"step": 2, "eval/loss": 9.0}\n{"step": 3, "eval/loss": 2.0, "eval/a/loss": 1.0, "eval/small/loss": 0.001}\n'
     )
     for step, found, names in (
         (3, {"eval/loss": 1.0, "eval/a/loss": 1.005, "eval/accuracy": 0.5}, ["eval/loss of final/ is 1, and 2 in"]),
         (3, {"eval/loss": 2.01, "eval/a/loss": 1.1}, ["eval/a/loss of final/ is 1.1, and 1 in"]),
         (4, {"eval/loss": 1.0}, []),
+        (3, {"eval/small/loss": 0.0012}, []),
     ):
         said: list[str] = []
         _compare(tmp_path, step, found, said.append)
