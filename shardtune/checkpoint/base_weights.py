@@ -81,6 +81,7 @@ def _is_first_copy(parameter: DTensor) -> bool:
 def _sum_of_bits(tensor: torch.Tensor) -> int:
     """The sum of a tensor's values as fp32, read as integers: exact, so their order does not matter."""
     total = 0
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     for piece in tensor.contiguous().view(-1).split(AT_ONCE):
         bits = piece.float().view(torch.int32) if piece.is_floating_point() else piece
         total += int(bits.sum(dtype=torch.int64))

@@ -133,4 +133,5 @@ def training_bytes(weights: Weights, optimizer: Optimizer) -> int:
 
 
 def _names(weights: Weights) -> Names:
-    return {parameter: name for name, parameter in weights.trainable().items()}
+    """Of all parameters: those of the optimizer may be frozen at the moment."""
+    return {parameter: name for name, parameter in weights.parameters.items()}

@@ -49,6 +49,7 @@ from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import Heads, check_heads
 from shardtune.parallel.torch_private import is_at_rest, quieten_redistribution, tree_map_only
+from shardtune.parallel.unfit_parameters import check_trained
 from shardtune.training.build.model import share_values
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,8 @@ class RankModule:
         units = self._units()
         precision, layout = order.precision, order.layout
         master = MASTER_DTYPE[precision]
+        if trained and ranks.mesh is not None:  # on one rank PyTorch and the user's optimizer do what they can
+            check_trained(self._module, precision, on_ranks=True)
         hold = shard_model(self._module, units, ranks, precision)
         self.notes = load_first_weights(self._module, self._prefix, ranks, master, order.seed)
         if sequence is not None and sequence.rings:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from shardtune.config import ModelConfig
 from shardtune.errors import ModelError
+from shardtune.models.kept_buffers import KeptBuffers
 from shardtune.parallel.shard_units import outermost
 from shardtune.parallel.torch_private import OpOverload, schema_of, selective_contexts
 
@@ -25,6 +26,8 @@ class CheckpointArguments(TypedDict, total=False):
     context_fn: Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
 
+CHECKPOINTS = "_gradient_checkpointing_func"
+"""The attribute of a module of transformers through which it checkpoints what it calls."""
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_mm": 0, "_scaled_grouped_mm": 0}
 """Matrix products of aten, and which of their tensors is the left factor, whose last dimension is summed over."""
 OTHERS = ("convolution", "_varlen_attn", "_flash_attention_forward", "_efficient_attention_forward")
@@ -54,17 +57,44 @@ def set_execution(model: nn.Module, units: Sequence[nn.Module], config: ModelCon
     """
     alone = outermost(list(units))
     if config.gradient_checkpointing:
-        _checkpoint_units(model, alone, config.gradient_checkpointing)
+        _checkpoint_units(model, alone, config.gradient_checkpointing, config.compile)
     if config.compile:
         for unit in alone or [model]:
             unit.compile(dynamic=True)
 
 
-def checkpoint_arguments(kind: bool | str) -> CheckpointArguments:
-    """The arguments of `checkpoint` for a value of `actor.model.gradient_checkpointing`."""
-    if kind == "selective":
-        return {"use_reentrant": False, "context_fn": partial(selective_contexts, keep_dear)}
-    return {"use_reentrant": False}
+def checkpoint_arguments(kind: bool | str, module: nn.Module | None = None) -> CheckpointArguments:
+    """The arguments of `checkpoint` for a value of `actor.model.gradient_checkpointing`.
+
+    Args:
+        kind: the value.
+        module: whose forward is checkpointed, where that may change buffers.
+    """
+    selective = partial(selective_contexts, keep_dear) if kind == "selective" else None
+    if module is not None and any(True for _ in module.buffers()):
+        return {"use_reentrant": False, "context_fn": partial(KeptBuffers(module).contexts, selective)}
+    return {"use_reentrant": False, "context_fn": selective} if selective else {"use_reentrant": False}
+
+
+def checkpoint_pretrained(model: PreTrainedModel, kind: bool | str, *, compiles: bool) -> None:
+    """Let a model of transformers checkpoint its layers.
+
+    Args:
+        model: that supports it.
+        kind: of `actor.model.gradient_checkpointing`.
+        compiles: whether its layers are compiled; the compiler takes no contexts of checkpointing, and by itself leaves
+            the running statistics of norms as they are when it computes a layer again.
+    """
+    model.activation_checkpointing_enable(checkpoint_arguments(kind))
+    for module in model.modules() if not compiles else ():
+        if CHECKPOINTS in vars(module) and any(True for _ in module.buffers()):
+            setattr(module, CHECKPOINTS, partial(checkpoint, **checkpoint_arguments(kind, module)))
+
+
+def checkpoint_unit(unit: nn.Module, kind: bool | str) -> None:
+    """Checkpoint the forward of a module; a second call changes nothing more."""
+    if not (isinstance(unit.forward, partial) and unit.forward.func is checkpoint):
+        unit.forward = partial(checkpoint, unit.forward, **checkpoint_arguments(kind, unit))
 
 
 def keep_dear(_context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -97,11 +127,11 @@ def _dropout(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object
     return None
 
 
-def _checkpoint_units(model: nn.Module, units: Sequence[nn.Module], kind: bool | str) -> None:
+def _checkpoint_units(model: nn.Module, units: Sequence[nn.Module], kind: bool | str, compiles: bool) -> None:
     pretrained = outermost([one for one in model.modules() if isinstance(one, PreTrainedModel)])
     own = [one for one in pretrained if isinstance(one, PreTrainedModel) and one.supports_gradient_checkpointing]
     for one in own:
-        one.activation_checkpointing_enable(checkpoint_arguments(kind))
+        checkpoint_pretrained(one, kind, compiles=compiles)
     within = {id(module) for one in own for module in one.modules()}
     units = [unit for unit in units if id(unit) not in within]
     if not units and not own:
@@ -112,5 +142,4 @@ def _checkpoint_units(model: nn.Module, units: Sequence[nn.Module], kind: bool |
             "set it to false",
         )
     for unit in units:
-        if not (isinstance(unit.forward, partial) and unit.forward.func is checkpoint):
-            unit.forward = partial(checkpoint, unit.forward, **checkpoint_arguments(kind))
+        checkpoint_unit(unit, kind)

@@ -26,7 +26,7 @@ from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import Row, TooLong
 from shardtune.data.loader.packing import NO_ROW, pack
 from shardtune.errors import ModelError
-from shardtune.models.activation_checkpointing import checkpoint_arguments
+from shardtune.models.activation_checkpointing import checkpoint_pretrained
 from shardtune.models.adapter import (
     AdapterRoot,
     Evaluation,
@@ -206,7 +206,7 @@ class CausalLM(LanguageModel):
                     where=f"actor.model.gradient_checkpointing: {str(self._gradient_checkpointing).lower()}",
                     remedy="set actor.model.gradient_checkpointing: false",
                 )
-            model.activation_checkpointing_enable(checkpoint_arguments(self._gradient_checkpointing))
+            checkpoint_pretrained(model, self._gradient_checkpointing, compiles=self._compile)
         if self._compile:
             for unit in outermost(self.shard_units(model)[0]):
                 unit.compile(dynamic=True)

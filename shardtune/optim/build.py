@@ -17,7 +17,7 @@ from shardtune.config.parameter_patterns import as_pattern
 from shardtune.config.rank_layout import Layout
 from shardtune.config.shown import as_written
 from shardtune.config.user_code import named_errors
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer, ParamGroup
 from shardtune.optim.muon import MATRICES, MuonWithAdamW
 from shardtune.optim.named_class import is_of_torch, optimizer_class, way_of
@@ -25,6 +25,8 @@ from shardtune.optim.sharded import OfParts, OfWhole
 
 FUSED_ON_GPUS = ("AdamW", "Adam", "SGD")
 """Classes of torch with a fused kernel for CUDA."""
+KNOWN = "known_lr"
+"""Of a group that is watched: the rate that was set, or used by a step, last."""
 
 
 def _arguments(name: str, config: OptimConfig) -> ParamGroup:
@@ -237,13 +239,65 @@ def rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     return min(1.0, max(0.0, (total_steps - step) / decay_steps))
 
 
+def watch_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Let `set_learning_rate` refuse rates that neither it nor a step of the optimizer has set: no step would use them.
+
+    What is set between the two is used: by a loop of the user's, a hook before the step, or the step itself.
+
+    Args:
+        optimizer: that a user's code can reach.
+    """
+
+    def keep(*_: object) -> None:
+        for group in optimizer.param_groups:
+            group[KNOWN] = float(group["lr"])
+
+    keep()
+    optimizer.register_step_post_hook(keep)
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, total_steps: int, config: OptimConfig) -> float:
-    """Set every group's learning rate for a step; returns the rate that `actor.optim.lr` has then."""
+    """Set every group's learning rate for a step; returns the rate that `actor.optim.lr` has then.
+
+    Raises:
+        ConfigError: a group has another rate than was set, where `watch_rates` watches.
+        ModelError: there are parameters that `build_optimizer` was not given.
+    """
+    for group in optimizer.param_groups:
+        if "base_lr" not in group or len(group.get("names", group["params"])) != len(group["params"]):
+            raise _foreign(group)
     factor = rate_factor(step, total_steps, config)
     in_warmup = step < (config.lr_warmup_steps or round(config.lr_warmup_steps_ratio * total_steps))
     bases = [*(group["base_lr"] for group in optimizer.param_groups), config.lr]
     floors = [0.0 if in_warmup else min(config.min_lr, base) for base in bases]
     *rates, rate = [floor + (base - floor) * factor for base, floor in zip(bases, floors, strict=True)]
-    for group, group_rate in zip(optimizer.param_groups, rates, strict=True):
+    for number, (group, group_rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
+        if KNOWN in group:
+            if group["lr"] != group[KNOWN]:
+                raise _without_effect(number, float(group["lr"]), group_rate, step)
+            group[KNOWN] = group_rate
         group["lr"] = group_rate
     return rate
+
+
+def _foreign(group: ParamGroup) -> ModelError:
+    shapes = [list(parameter.shape) for parameter in group["params"]]
+    return ModelError(
+        f"a parameter group of the optimizer is not as it was built (its parameters have the shapes "
+        f"{', '.join(map(str, shapes[:3]))}{', …' if len(shapes) > 3 else ''}): checkpoints have no names for what was "
+        "added",
+        where="self.optimizer.param_groups",
+        remedy="leave the groups as they are: register each parameter in the model that model_provider_func or build "
+        "returns, trainable there, and set its rate in actor.optim.groups; it may be frozen in setup after "
+        "super().setup(), by requires_grad_(False), and unfrozen later",
+    )
+
+
+def _without_effect(number: int, found: float, scheduled: float, step: int) -> ConfigError:
+    return ConfigError(
+        f"the learning rate {found:g} has no effect: after step {step} the schedule of actor.optim has {scheduled:g} "
+        "for this group",
+        where=f'self.optimizer.param_groups[{number}]["lr"]',
+        remedy="set actor.optim.lr, actor.optim.groups and actor.optim.lr_scheduler; a schedule of your own sets it in "
+        "a hook that runs before each step: self.optimizer.register_step_pre_hook(function)",
+    )

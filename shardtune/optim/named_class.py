@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -78,6 +79,14 @@ def _class_of_others(spec: str) -> type[torch.optim.Optimizer]:
         raise ConfigError(
             f"{spec} {what}", where=f"{KEY}: {spec}", remedy="name an optimizer's class, or use one of torch.optim"
         )
+    if modes := [f"{mode}()" for mode in ("train", "eval") if callable(getattr(found, mode, None))]:
+        raise ConfigError(
+            f"{spec} has {' and '.join(modes)}: its weights in training and in evaluation differ, and nothing would "
+            "change them from one to the other",
+            where=f"{KEY}: {spec}",
+            remedy="use a class without these methods; actor.optim.ema_decay evaluates and exports an average of the "
+            "weights with any optimizer",
+        )
     return found
 
 
@@ -114,6 +123,8 @@ def _try(name: str, make: Callable[[list[ParamGroup]], torch.optim.Optimizer]) -
                 parameter.grad = _draw(*values.shape, seed=step)[rows]
             optimizer.step()
         _check_own_numbers(name, before, _own_numbers(optimizer))
+        if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            _check_zero_grad(name, optimizer, parameters)
         return [parameter.detach() for parameter in parameters]
 
     every, upper, lower = slice(None), slice(0, rows), slice(rows, None)
@@ -150,3 +161,36 @@ def _check_own_numbers(name: str, before: dict[str, object], after: dict[str, ob
             where=f"{KEY}: {name}",
             remedy="keep it in self.state[parameter] or in a group, or use another optimizer",
         )
+
+
+def _check_zero_grad(name: str, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse a `zero_grad` that does anything else than clear gradients: they are cleared without it."""
+    before = _leaves([vars(optimizer), parameters])
+    with named_errors(name, KEY, "zero_grad"):
+        optimizer.zero_grad()
+    after = _leaves([vars(optimizer), parameters])
+    unchanged = len(before) == len(after) and all(map(_is_same, before, after))
+    if not unchanged or any(parameter.grad is not None and parameter.grad.any() for parameter in parameters):
+        raise ConfigError(
+            f"{name}.zero_grad does something else than clear gradients, and is never called: they are cleared without "
+            "it",
+            where=f"{KEY}: {name}",
+            remedy="do that in its step(), or use another optimizer",
+        )
+
+
+def _leaves(value: object) -> list[object]:
+    """The numbers, texts and copies of tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach().clone()]
+    if isinstance(value, Mapping):
+        return [leaf for key, each in value.items() for leaf in (*_leaves(each), key if isinstance(key, str) else None)]
+    if isinstance(value, list | tuple | set | deque):
+        return [len(value), *(leaf for each in value for leaf in _leaves(each))]
+    return [value] if isinstance(value, bool | int | float | str) else []
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and one == other

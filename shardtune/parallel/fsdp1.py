@@ -31,6 +31,7 @@ from shardtune.parallel.parts import parts_of
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private import (
     HYBRID_SHARD_ZERO2,
+    flat_parameter,
     free_gathered,
     gather,
     in_backward,
@@ -38,6 +39,7 @@ from shardtune.parallel.torch_private import (
     tree_map,
     tree_map_only,
 )
+from shardtune.parallel.unit_calls import UnitCalls
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own parameters."""
@@ -67,11 +69,11 @@ class FlatSharding:
 def into_rows(sharding: FlatSharding) -> None:
     """Replace each parameter of a model by its rows on this rank; every rank has the same whole values, or none (meta).
 
-    Scalars, and parameters that need full precision, stay whole on every rank, as with FSDP2.
+    Scalars, empty parameters, and those that need full precision stay whole on every rank, as with FSDP2.
     """
     root, mesh = sharding.root, sharding.ranks.shard_mesh
     assert mesh is not None
-    whole = {parameter for parameter in root.parameters() if parameter.ndim == 0}
+    whole = {parameter for parameter in root.parameters() if parameter.ndim == 0 or not parameter.numel()}
     if COMPUTE_DTYPE[sharding.precision] != MASTER_DTYPE[sharding.precision]:
         whole |= full_precision_parameters(root)
     for parameter, places in _places(root).items():
@@ -146,22 +148,29 @@ class Routed:
     Args:
         through: the wrapped shells, outermost first.
         cast: the dtype of floating inputs.
+        keeps: whether weights stay gathered after the method, until the backward pass is over.
         is_root: whether the module is the root, whose hook has to be the first in a backward pass (it drops gradients
             that it takes for old ones). A unit returns other tensors than those that have its own hooks, so that the
             root's come first even if the root returns what the unit does.
 
     Attributes:
         done: is called after the method.
+        note: is called before weights are gathered for it.
         gathered: all weights are gathered already.
+        kept: they may have stayed gathered since the micro-batch began.
     """
 
-    def __init__(self, through: Sequence[FullyShardedDataParallel], cast: torch.dtype | None, is_root: bool) -> None:
-        self._through = through
+    def __init__(
+        self, through: Sequence[FullyShardedDataParallel], cast: torch.dtype | None, keeps: bool, is_root: bool
+    ) -> None:
+        self.through = through
         self._cast = cast
+        self._keeps = keeps
         self._is_root = is_root
         self._open = False
-        self.gathered = False
+        self.gathered = self.kept = False
         self.done: Callable[[], None] | None = None
+        self.note: Callable[[], object] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -197,6 +206,9 @@ class Routed:
     def _run(self, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if self._cast is not None:
             args, kwargs = tree_map(self._to_compute, (args, kwargs))
+        if self.note is not None and not self.kept:
+            self.note()
+        self.kept = self._keeps
         result: list[object] = []
 
         def innermost() -> list[torch.Tensor]:
@@ -204,11 +216,11 @@ class Routed:
             return tensors_in(result[0])
 
         call, inputs = innermost, tensors_in((args, kwargs))
-        for shell in reversed(self._through[1:]):
+        for shell in reversed(self.through[1:]):
             call = partial(shell, call, *inputs)
         self._open = True
         try:
-            self._through[0](call, *inputs)
+            self.through[0](call, *inputs)
         finally:
             self._open = False
         if self.done is not None:
@@ -322,7 +334,7 @@ class Flattening:
         self._sharding = sharding
         self._names = names
         self._routed: list[tuple[nn.Module, str, Callable[..., object] | None]] = []
-        self._gathering: list[Routed] = []
+        self._gathering: dict[nn.Module, Routed] = {}
         self.owners: dict[nn.Parameter, tuple[Place, Routed]] = {}
         self.wrapped: list[FullyShardedDataParallel] = []
         self.shells: list[Shell] = []
@@ -338,8 +350,9 @@ class Flattening:
             before = set(self.places)
             through = self._wrap(unit, inside)
             waiting[unit] = through[:1]
-            self._root = routed = Routed(through, cast, unit is root)  # in the end the root's
-            self._gathering.append(routed)
+            keeps = unit is root or not sharding.reshard_after_forward
+            self._root = routed = Routed(through, cast, keeps, unit is root)  # in the end the root's
+            self._gathering[unit] = routed
             for module, key in (self.places[name][0] for name in self.places.keys() - before):
                 self.owners[module.get_parameter(key)] = (module, key), routed
             for name in ("forward", *(sharding.entry_points if unit is root else ())):
@@ -357,6 +370,22 @@ class Flattening:
         for part in {*parts_of(self._sharding.root, units), *units}:
             named = partial(compare, type(part).__name__)
             self._route(part, "forward", partial(self._root.part, compare=named))
+
+    def note_calls(self, names: Mapping[nn.Module, str], calls: UnitCalls) -> None:
+        """Note the calls for which weights are gathered.
+
+        Args:
+            names: of the units.
+            calls: where they are noted.
+        """
+        for unit, routed in self._gathering.items():
+            if any(flat_parameter(wrapped) is not None for wrapped in routed.through):
+                routed.note = calls.noting(names.get(unit, ""))
+
+    def begin_micro_batch(self) -> None:
+        """Before a micro-batch: nothing is gathered."""
+        for routed in self._gathering.values():
+            routed.kept = False
 
     def whole_operands(self, compare: Callable[[str], None], on_parts: Callable[[], bool]) -> FlatOperands:
         """Inside, operations outside of the root's forward get whole weights; arguments as `FlatOperands` has them."""
@@ -377,11 +406,11 @@ class Flattening:
         try:
             for wrapped in self.wrapped:
                 gather(wrapped)
-            for routed in self._gathering:
+            for routed in self._gathering.values():
                 routed.gathered = True
             yield
         finally:
-            for routed in self._gathering:
+            for routed in self._gathering.values():
                 routed.gathered = False
             for wrapped in self.wrapped:
                 free_gathered(wrapped)

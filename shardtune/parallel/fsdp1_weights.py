@@ -117,6 +117,9 @@ class FlatWeights(Weights):
             if (flat := _trained(shell)) is not None:
                 flat.register_post_accumulate_grad_hook(partial(self._add_held, shell))
 
+    def _watch_units(self) -> None:
+        self._flattened.note_calls({module: name for name, module in self._model.named_modules()}, self.unit_calls)
+
     def _measure(self, places: Mapping[str, list[Place]], shapes: Mapping[str, torch.Size]) -> dict[str, _Piece]:
         """The ranges of all ranks; they follow one another in the order of ranks, so lengths are exchanged alone."""
         mine = [module.get_parameter(key).numel() for (module, key), *_ in places.values()]
@@ -167,6 +170,7 @@ class FlatWeights(Weights):
 
     def begin_micro_batch(self, last: bool) -> None:
         super().begin_micro_batch(last)
+        self._flattened.begin_micro_batch()
         self._quiet.close()
         self._hold()
         if not (last or self._reduce_each):
@@ -194,6 +198,8 @@ class FlatWeights(Weights):
     def sync_replicated_gradients(self) -> None:
         self._quiet.close()
         names = [name for name in self._pieces if self.parameters[name].requires_grad]
+        for name in self._pieces.keys() - names:  # frozen since: FSDP1 computes gradients of all that it has joined
+            self.parameters[name].grad = None
         self._check_reduced()
         used = {name for shell in self._flattened.shells for name in shell.used}
         flags = torch.tensor([name in used for name in names], dtype=torch.uint8, device=self._ranks.device)

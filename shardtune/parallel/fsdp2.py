@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin
 
+from shardtune.errors import ModelError
 from shardtune.parallel.buffers import Buffers
 from shardtune.parallel.direct_use import ShardedOperands
 from shardtune.parallel.free_memory import free_bytes
@@ -39,6 +40,7 @@ from shardtune.parallel.torch_private import (
     without_hooks,
     without_modes,
 )
+from shardtune.parallel.unit_calls import UnitCalls
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -65,8 +67,8 @@ def shard(
 
     Gradients are summed over ranks, not averaged: losses are divided by the step's weight beforehand. FSDP2 averages
     unless every one of its modules is set otherwise (the root alone is silently wrong), and gloo can only sum.
-    Scalar parameters, which FSDP2 cannot split, and those that need full precision stay whole on every rank; `Weights`
-    sums their gradients.
+    Scalar and empty parameters, which FSDP2 cannot split, and those that need full precision stay whole on every rank;
+    `Weights` sums their gradients.
 
     Args:
         root: the module that is called, on the meta device.
@@ -86,7 +88,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != MASTER_DTYPE[precision] else None, reduce_dtype=MASTER_DTYPE[precision]
     )
-    whole = {parameter for parameter in root.parameters() if parameter.ndim == 0}
+    whole = {parameter for parameter in root.parameters() if parameter.ndim == 0 or not parameter.numel()}
     if policy.param_dtype is not None:
         whole |= full_precision_parameters(root)
     by_itself = {*units, *experts}
@@ -155,12 +157,14 @@ class Weights:
 
     Attributes:
         parameters: by name; of those that are sharded this rank's part.
+        untrained: the model's parameters that its optimizer does not have, by name, once it has one.
         shapes: of the whole parameters, by name.
         starts: of parameters of which this rank has a range of numbers, in the order of memory: the first, by name.
         on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
         stepping: whether a user's optimizer is in its step.
         is_alone: whether forwards involve no other rank now, as the model generates with gathered weights.
         has_buffers: whether the model has persistent buffers, which forwards may change.
+        unit_calls: whether ranks gather the same units' weights since `zero_gradients`.
         gather_to_generate: whether all weights are gathered while the model generates; None: where they take at most
             half of the memory that is free.
         replicates: whether ranks hold anything whole, parameters or buffers; otherwise `sync_replicated_gradients` has
@@ -209,6 +213,7 @@ class Weights:
         self.has_buffers = bool(self._buffers.tensors())
         self.replicates = self.on_ranks and bool(self._whole or shared or self.has_buffers)
         self.parameters: dict[str, nn.Parameter] = dict(self._computed)
+        self.untrained: dict[str, nn.Parameter] = {}
         self._apart: list[str] = []
         self._narrowed: list[str] = []
         self._hooks: list[RemovableHandle] = []
@@ -225,10 +230,54 @@ class Weights:
                 self.parameters[name], hook = _keep_master(parameter, compute)
                 self._hooks += [hook] if hook is not None else []
         self._num_copies = {name: self._copies(name) for name in self.parameters}
+        self.unit_calls = UnitCalls(ranks)
+        self._watch_units()
+
+    def _watch_units(self) -> None:
+        units = {module: name for name, module in self._model.named_modules()}
+        names = {id(parameter): name for name, parameter in self._computed.items()}
+        for module in self._sharded:
+            self.unit_calls.watch(units.get(module, ""), module, names)
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained, by name."""
-        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        """The parameters that are trained now, by name."""
+        return {name: self.parameters[name] for name, held in self._computed.items() if held.requires_grad}
+
+    def begin_training(self) -> dict[str, nn.Parameter]:
+        """The parameters for the optimizer, by name; they may be frozen and unfrozen later, and the others stay frozen.
+
+        What is frozen later has no gradient, so nothing updates it, and keeps its name and the optimizer's state.
+        """
+        trained = self.trainable()
+        self.untrained = {name: parameter for name, parameter in self._computed.items() if name not in trained}
+        return trained
+
+    def frozen(self) -> list[str]:
+        """The names of those parameters of the optimizer that are not trained now."""
+        return [name for name, held in self._computed.items() if not (held.requires_grad or name in self.untrained)]
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Freeze these parameters of the optimizer, and train all its others."""
+        for name, parameter in self._computed.items():
+            if name not in self.untrained:
+                parameter.requires_grad_(name not in names)
+
+    def refuse_unfrozen(self) -> None:
+        """Refuse to train a parameter that the optimizer does not have.
+
+        Raises:
+            ModelError: names it.
+        """
+        unfrozen = [name for name, parameter in self.untrained.items() if parameter.requires_grad]
+        if unfrozen:
+            raise ModelError(
+                f"{', '.join(unfrozen[:3])}{', …' if len(unfrozen) > 3 else ''}: frozen when the model was built, so "
+                "the optimizer does not have them, and requires_grad is True now: they would never be trained",
+                where=unfrozen[0],
+                remedy="let them be trainable when the model is built, and freeze them afterwards, by "
+                "requires_grad_(False) in the worker's setup after super().setup(); then they may be unfrozen at any "
+                "step",
+            )
 
     def added(self) -> dict[str, nn.Parameter]:
         """The parameters that the model has got since this object was made, by name."""
@@ -426,6 +475,8 @@ class Weights:
         if self.replicates:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
+            if self._reduce_each:
+                self.unit_calls.note_gradients()
             reduce = last or self._reduce_each
             if not reduce and not self._accumulates:
                 self._accumulates = True
@@ -510,7 +561,7 @@ class Weights:
         self.zero_gradients()
 
     def gradient_norm(self) -> float:
-        """The Euclidean norm of the whole gradient over all ranks, summed in fp64."""
+        """The Euclidean norm of the whole gradient of what the optimizer has, over all ranks, summed in fp64."""
         return math.sqrt(self._ranks.sum((), [self.gradient_square()])[0])
 
     @torch.no_grad()
@@ -525,7 +576,9 @@ class Weights:
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         alike: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         for name, parameter in self.parameters.items():
-            if parameter.grad is not None and (grad := local(parameter.grad)).numel():
+            if parameter.grad is None or name in self.untrained:
+                continue
+            if (grad := local(parameter.grad)).numel():
                 # On a CPU torch would convert all of what it is given.
                 whole = grad.device.type != "cpu" or grad.dtype == torch.float64 or not grad.is_contiguous()
                 pieces = [grad] if whole else grad.view(-1).split(_NORM_PIECE)
@@ -552,8 +605,11 @@ class Weights:
             multiply_(grads, factor)
 
     def zero_gradients(self) -> None:
+        """Forget the gradients, and what ranks have done to compute them."""
         for parameter in self.parameters.values():
             parameter.grad = None
+        self.unit_calls.made.clear()
+        self.unit_calls.used.clear()
 
     def begin_backward(self) -> None:
         """Let a backward pass of a user's begin with the gradients that parameters have then: its own, or none."""

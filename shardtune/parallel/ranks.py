@@ -97,16 +97,16 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, values: Sequence[float | torch.Tensor], parts: Sequence[torch.Tensor] = ()) -> list[float]:
+    def sum(self, values: Sequence[float | torch.Tensor], parts: Sequence[float | torch.Tensor] = ()) -> list[float]:
         """The sums over ranks, in fp64; every rank passes as many; ranks without `counts` add nothing.
 
         Args:
             values: numbers, or scalar tensors, which are all read at once: a GPU is waited for once.
-            parts: further scalar tensors, of which every rank adds its own.
+            parts: further ones, of which every rank adds its own.
         """
         given = [value for value in (*values, *parts) if isinstance(value, torch.Tensor)]
         if not given and self.mesh is None:
-            return [float(value) for value in values]
+            return [float(value) for value in (*values, *parts)]
         if given:
             # `torch.tensor` with numbers would wait for the GPU, `torch.full` does not. What a GPU has stays there till
             # all are read: a copy to the CPU that is not waited for would be read before it is done.
@@ -119,7 +119,7 @@ class Ranks:
             ]
             tensor = torch.stack([scalar.to(device, torch.float64, non_blocking=True) for scalar in scalars])
         else:
-            tensor = torch.tensor(values, dtype=torch.float64, device=self.host)
+            tensor = torch.tensor([*values, *parts], dtype=torch.float64, device=self.host)
         if not self.counts:
             tensor[: len(values)] = 0.0
         if self.mesh is not None:

@@ -19,6 +19,7 @@ from shardtune.parallel.half_products import lacks_half_products, multiply_in_fp
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import REVERSIBLE
 from shardtune.parallel.torch_private import read_whole_numbers
+from shardtune.parallel.unfit_parameters import check_joined
 
 
 class Hold(Protocol):
@@ -53,7 +54,7 @@ def shard_model(
 
     Raises:
         ModelError: a parameter has a hook on its gradient, which would not be called.
-        ParallelError: the model has no forward, or FSDP1 cannot shard a module of it.
+        ParallelError: the model has no forward, or FSDP1 cannot shard a module or a parameter of it.
 
     Returns:
         What makes the model's weights once it has its values; arguments as `Weights` has them.
@@ -68,6 +69,7 @@ def shard_model(
     flat: FlatSharding | None = None
     if ranks.layout.flat and ranks.mesh is not None:
         _refuse_reversible(root)
+        check_joined(dict(root.named_parameters()))
         flat = FlatSharding(root, tuple(units), ranks, precision, reshard_after_forward, tuple(entry_points))
         into_rows(flat)
     else:

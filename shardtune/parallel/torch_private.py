@@ -29,6 +29,11 @@ try:
     from torch.distributed.distributed_c10d import _get_default_store, _world
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultAllocMixin,
+        DefaultReduceScatter,
+    )
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor, is_bw
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.tensor import DTensor
@@ -425,13 +430,50 @@ def initialise_root(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """The parameters of a sharded module by what they are gathered with; torch 2.11 has one group to a module."""
+    state = module._get_fsdp_state()
+    return vars(state).get("_fsdp_param_groups") or [group for group in [state._fsdp_param_group] if group]
+
+
 def offloaded_parameters(root: nn.Module) -> set[int]:
     """The `id`s of the parameters under `root` that FSDP2 keeps in host memory."""
-    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
-    groups: list[Any] = []
-    for state in states:  # torch 2.11 has one group to a module
-        groups += vars(state).get("_fsdp_param_groups") or [group for group in [state._fsdp_param_group] if group]
+    groups = [group for module in root.modules() if isinstance(module, FSDPModule) for group in _groups_of(module)]
     return {id(each.sharded_param) for group in groups for each in group.fsdp_params if each.offload_to_cpu}
+
+
+class _Noted(DefaultAllocMixin):
+    """Calls a function before each collective, when FSDP2 allocates its memory; without a collective it does not."""
+
+    def __init__(self, note: Callable[[], object]) -> None:
+        self._note = note
+
+    def allocate(self, *size: Any, **kind: Any) -> torch.Tensor:
+        self._note()
+        return super().allocate(*size, **kind)
+
+
+class _NotedGather(_Noted, DefaultAllGather):
+    pass
+
+
+class _NotedReduction(_Noted, DefaultReduceScatter):
+    pass
+
+
+def note_collectives(module: FSDPModule, note: Callable[[], object]) -> list[nn.Parameter]:
+    """Call a function before FSDP2 gathers a module's weights, and before it sums its gradients over ranks.
+
+    The public methods take what communicates, and torch's own classes for it are private.
+
+    Returns:
+        The module's parameters; none where no other rank has parts or copies of them, so that nothing is noted.
+    """
+    groups = [group for group in _groups_of(module) if group.mesh_info.mesh.size() > 1]
+    if groups:
+        module.set_custom_all_gather(_NotedGather(note))
+        module.set_custom_reduce_scatter(_NotedReduction(note))
+    return [each.sharded_param for group in groups for each in group.fsdp_params]
 
 
 def holds_gathered(module: FSDPModule) -> bool:

@@ -76,6 +76,7 @@ def make_worker(
         report: receives messages while the data is prepared.
     """
     kind = worker_class(recipe)
+    check_signatures(kind)
     if issubclass(kind, SFTWorker):
         _check_loader(recipe, kind)
         return kind(
@@ -187,12 +188,49 @@ def unused_workers(recipe: Recipe, worker: FSDPSftWorker) -> list[str]:
     return [f"the plugins define {', '.join(found)}, which nothing uses: {MODEL_TYPE} is {name} and {WORKER} is null"]
 
 
+CALLS: Mapping[str, tuple[object, ...]] = {
+    "save_checkpoint": ("path", 0),
+    "load_checkpoint": ("path",),
+    "loss_weights": ("batch",),
+    "get_train_model_output": ("batch",),
+    "get_eval_model_output": ("batch",),
+    "model_provider_func": (),
+    "run_training": (),
+    "run_eval": (),
+}
+"""Methods of a worker, and what each is called with."""
+
+
+def check_signatures(kind: type[FSDPSftWorker]) -> None:
+    """Refuse methods of a worker that cannot be called as they are.
+
+    Raises:
+        ConfigError: names the method, and its first line as it may be.
+    """
+    for name, arguments in CALLS.items():
+        method = getattr(object.__new__(kind), name)
+        own = next((base for base in kind.__mro__ if name in vars(base)), kind)
+        try:
+            inspect.signature(method).bind(*arguments)
+        except TypeError as error:
+            shown = ", ".join(inspect.signature(getattr(FSDPSftWorker, name)).parameters)
+            raise ConfigError(
+                f"{own.__name__}.{name}({', '.join(inspect.signature(method).parameters)}) takes other arguments than "
+                f"it is called with: {error}",
+                where=f"{WORKER}: {kind.__name__}.{name}",
+                remedy=f"write def {name}({shown})",
+            ) from error
+        except ValueError:  # a callable without a signature
+            continue
+
+
 def check_worker(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
     """Check a user-defined worker against its recipe, without creating it.
 
     Raises:
         ConfigError: keys that it would ignore, or a `build_dataloader` that cannot be called as the recipe needs it.
     """
+    check_signatures(kind)
     check_keys(recipe, kind)
     _check_loader(recipe, kind)
     check_stored_length(recipe.actor.model)

@@ -34,7 +34,7 @@ def with_report(
         if compared:  # the same step again, at another loss scale
             return totals
         compared = True
-        trained = [name for name, parameter in weights.parameters.items() if parameter.requires_grad]
+        trained = list(weights.trainable())
         found = ranks.gather([name for name in trained if weights.parameters[name].grad is None])
         missing = [name for name in trained if all(name in names for names in found)]
         if 0 < len(missing) < len(trained):

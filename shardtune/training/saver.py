@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
-from shardtune.checkpoint.atomic import require_space
+from shardtune.checkpoint.atomic import read_json, require_space
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.store import CheckpointStore
-from shardtune.errors import ModelError
+from shardtune.checkpoint.training_state import STATE_FILE
+from shardtune.errors import CheckpointError, ModelError
 from shardtune.launch.events import write_event
 from shardtune.launch.progress import PROGRESS, SAVING
 from shardtune.parallel.finite import some
@@ -199,11 +200,32 @@ class Saver:
             self._unannounced = done.step, path
 
     def _commit(self, done: Unfinished) -> Path:
+        self._require_state(done)
         self._sync_logs()
         path = self._store.commit(done.folder, done.step, done.state, best=done.best)
         facts = {"seconds": round(time.perf_counter() - done.began, 3), **({"best": True} if done.best else {})}
         write_event(self._store.folder.parent, "save", step=done.step, ranks=self._ranks.world_size, **facts)
         return path
+
+    def _require_state(self, done: Unfinished) -> None:
+        """Refuse what a `save_checkpoint` of the user's has written, if the run could not continue from it."""
+        kind = type(self._worker)
+        if (
+            kind.save_checkpoint is FSDPSftWorker.save_checkpoint
+            or kind.load_checkpoint is not FSDPSftWorker.load_checkpoint
+        ):
+            return
+        file = done.folder / STATE_FILE
+        step = read_json(file).get("step") if file.is_file() else None
+        if step != done.step:
+            written = f"{STATE_FILE} of step {step}" if file.is_file() else f"no {STATE_FILE}"
+            raise CheckpointError(
+                f"{kind.__name__}.save_checkpoint wrote {written} for the checkpoint of step {done.step}, from which "
+                "the run could not continue",
+                where=f"{kind.__name__}.save_checkpoint",
+                remedy="call super().save_checkpoint(path, step) with what it is given; files of your own may lie "
+                "beside those that it writes, or load_checkpoint reads yours",
+            )
 
     def _update(self, step: int, state: dict[str, object], best: bool) -> None:
         self._sync_logs()

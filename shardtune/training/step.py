@@ -223,8 +223,11 @@ def optimizer_step(
     `judge` refuses, and one without a target, in which momentum and weight decay alone would change the weights.
 
     Raises:
-        ModelError: no parameter has a gradient, although there are targets; or fp16 overflows at any loss scale.
+        ModelError: no parameter has a gradient, although there are targets; or fp16 overflows at any loss scale; or
+            ranks called different units; or a parameter is trained now that the optimizer does not have.
     """
+    if any(parameter.requires_grad for parameter in weights.untrained.values()):
+        weights.refuse_unfrozen()
     PROGRESS.begun += 1
     PROGRESS.micro_batch, PROGRESS.micro_batches = 0, len(micro_batches)
     if not any(denominators.values()):
@@ -237,9 +240,12 @@ def optimizer_step(
         if weights.replicates:
             weights.sync_replicated_gradients()
         # All numbers of the step are read at once: the one time at which it waits for a GPU.
-        has_gradient = any(parameter.grad is not None for parameter in weights.parameters.values())
-        beside = [float(len(totals.metrics)), float(has_gradient)]
-        *sums, measured, reached, square = ranks.sum([*totals.losses.values(), *beside], [weights.gradient_square()])
+        reached = any(parameter.grad is not None for parameter in weights.parameters.values())
+        values = [*totals.losses.values(), float(len(totals.metrics)), float(reached)]
+        mark = weights.unit_calls.mark() if weights.on_ranks else 0.0
+        *sums, measured, reached, square, marks = ranks.sum(values, [weights.gradient_square(), mark])
+        if marks != mark * ranks.world_size:
+            weights.unit_calls.refuse()
         norm = math.sqrt(square) / scale
         if math.isfinite(norm) or loss_scale is None or not all(map(math.isfinite, sums)):
             break  # no scale mends a loss that is not finite
@@ -250,11 +256,7 @@ def optimizer_step(
         raise ModelError("fp16 gradients overflow at any loss scale", remedy="use actor.model.precision: bf16")
     known_at = time.perf_counter()
     if not reached and not square:
-        raise ModelError(
-            "the loss has no gradient for any trained parameter",
-            where="backward pass of the step",
-            remedy="compute it from what the model returns, without detach() or torch.no_grad() in between",
-        )
+        raise _without_gradient()
     losses = {
         name: value / denominators[name] if denominators[name] else 0.0
         for name, value in zip(totals.losses, sums, strict=True)
@@ -278,6 +280,14 @@ def optimizer_step(
     if loss_scale:
         loss_scale.adjust()
     return StepResult(losses, norm, updated=True, metrics=metrics, gradient_at=known_at)
+
+
+def _without_gradient() -> ModelError:
+    return ModelError(
+        "the loss has no gradient for any trained parameter",
+        where="backward pass of the step",
+        remedy="compute it from what the model returns, without detach() or torch.no_grad() in between",
+    )
 
 
 def peak_memory_gb(device: torch.device) -> float:

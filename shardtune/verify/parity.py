@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import zip_longest
 
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from shardtune.errors import ShardtuneError
+from shardtune.models.activation_checkpointing import checkpoint_unit
 from shardtune.models.adapter import LanguageModel
 from shardtune.parallel.meta_init import named_tensors
+from shardtune.parallel.unit_calls import CALL_ALL
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.case import STEPS
 from shardtune.verify.kit import MOMENTUM, NO_PROCESSES, ONE_ROW, PARITY, TRAINING, CannotStart, Kit
@@ -215,7 +215,7 @@ def _checkpoint_units(worker: SFTWorker) -> None:
     if not units:
         raise CannotStart("no units")
     for unit in units:
-        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+        checkpoint_unit(unit, True)
 
 
 def _compare(plain: Trajectory, found: Trajectory, axis: Axis) -> str | None:
@@ -250,8 +250,7 @@ def _check_unit_calls(kit: Kit) -> None:
             f"a forward of row 0 calls the units {mine}; one of {what} {its}, and ranks that call different "
             "units wait for each other",
             where=f"{type(trial.adapter).__name__}.loss: {name}",
-            remedy="call every unit once in every forward, whatever its rows (multiply unneeded results by 0); "
-            "what is called only sometimes must not be a unit (unit_classes, actor.fsdp_config.wrap)",
+            remedy=CALL_ALL,
         )
         kit.ranks.give_up(failure)
         raise failure

@@ -58,6 +58,11 @@ EVAL = "data.eval_data_paths=eval.jsonl"
             ["actor.model.low_cpu_mem_usage=false", f"actor.model.adapter={__file__}:Own"],
             "low_cpu_mem_usage: false has no effect with an adapter",
         ),
+        (
+            ["runner.overwrite=true", "runner.resume_dir=runs/other"],
+            "continues from a checkpoint, and runner.overwrite: true begins anew",
+        ),
+        (["runner.best.mode=max"], "runner.best.mode has no effect without runner.best.monitor"),
         (["runner.logger.prometheus.port=9000"], "without prometheus in runner.logger.logger_backends"),
         (["runner.logger.rank_logs=true"], "runner.logger.rank_logs has no effect on a single process"),
         (["eval.generate=true"], "eval.generate: true needs evaluation data"),

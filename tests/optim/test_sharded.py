@@ -58,6 +58,44 @@ class Closes(Lion):
         closure()
 
 
+class Clears(Lion):
+    """As fused optimizers of other packages do."""
+
+    def zero_grad(self, set_to_none=True):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+class ClearsMore(Lion):
+    def __init__(self, params, lr=1e-4, what="state"):
+        super().__init__(params, lr)
+        self._what, self._seen = what, []
+
+    def zero_grad(self, set_to_none=True):
+        if self._what == "state":
+            for kept in self.state.values():
+                kept["mean"] *= 0.5
+        elif self._what == "group":
+            self.param_groups[0]["betas"] = (0.5, 0.5)
+        elif self._what == "hidden":
+            self._seen.append(1)
+        elif self._what == "weights":
+            self.param_groups[0]["params"][0].data += 1
+        if self._what != "gradients":
+            super().zero_grad()
+
+
+class TwoModes(Lion):
+    """As optimizers without a schedule have them."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
 class NoOptimizer:
     pass
 '''
@@ -146,6 +184,19 @@ def test_what_steps_each_number_by_itself_is_found_by_a_trial(own: str) -> None:
         ("{own}:NoOptimizer", {}, "is no subclass of torch.optim.Optimizer"),
         ("{own}:Counts", {}, "keeps count outside of `state` and `param_groups`"),
         ("{own}:Closes", {}, r"Closes.step failed: TypeError"),
+        (
+            "{own}:TwoModes",
+            {},
+            r"TwoModes has train\(\) and eval\(\): its weights in training and in evaluation differ",
+        ),
+        *(
+            (
+                "{own}:ClearsMore",
+                {"args": {"what": what}},
+                "ClearsMore.zero_grad does something else than clear gradien",
+            )
+            for what in ("state", "group", "hidden", "weights", "gradients")
+        ),
         (THEIRS, {"args": {"relative_step": False, "warmup_init": True}}, r"Adafactor.__init__ failed: ValueError"),
         ("no_such_package:Lion", {}, "no_such_package cannot be imported"),
         ("transformers.optimization:Adam8", {}, "has no such class"),
@@ -162,6 +213,10 @@ def test_what_cannot_be_used_is_refused_before_ranks_start(
         with refused as told:
             check_optimizer(given, Layout())
         assert told.value.remedy
+
+
+def test_a_zero_grad_that_only_clears_gradients_is_no_reason_to_refuse_a_class(own: str) -> None:
+    assert way_of(f"{own}:Clears", {}) == "parts"
 
 
 def test_code_that_an_optimizer_executes_needs_consent(tmp_path: Path, own: str) -> None:

@@ -17,7 +17,7 @@ from shardtune import FSDPSftWorker
 from shardtune.config import load_recipe
 from shardtune.config.user_code import code_hashes
 from shardtune.errors import ConfigError
-from shardtune.run.choose_worker import make_worker, unused_workers, worker_class
+from shardtune.run.choose_worker import check_signatures, make_worker, unused_workers, worker_class
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.registry import nothing_registered
 from tests.support.workspace import run_cli
@@ -153,6 +153,27 @@ def test_what_is_no_worker_is_said(tmp_path: Path, code: str, model: dict[str, A
     with pytest.raises(ConfigError) as error:
         worker_class(recipe(tmp_path, code, **model))
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("def save_checkpoint(self, path): ...", r"Mine\.save_checkpoint\(path\) takes other arguments"),
+        ("def loss_weights(self): ...", r"Mine\.loss_weights\(\) takes other arguments"),
+        ("def run_eval(self, data): ...", r"Mine\.run_eval\(data\) takes other arguments"),
+        ("def get_train_model_output(self, batch, mode): ...", r"get_train_model_output\(batch, mode\) takes other"),
+    ],
+)
+def test_methods_that_cannot_be_called_are_refused_before_training(tmp_path: Path, line: str, says: str) -> None:
+    code = f"{NET}{worker().rstrip()}\n\n    {line}\n"
+    made = recipe(tmp_path, code, worker="Mine")
+    with pytest.raises(ConfigError, match=says):
+        make_worker(made)
+
+
+def test_methods_with_more_optional_arguments_are_fine(tmp_path: Path) -> None:
+    code = f"{NET}{worker().rstrip()}\n\n    def save_checkpoint(self, path, step, *more, background=False): ...\n"
+    check_signatures(worker_class(recipe(tmp_path, code, worker="Mine")))
 
 
 def test_a_worker_that_nothing_uses_is_mentioned(tmp_path: Path) -> None:

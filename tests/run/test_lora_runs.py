@@ -47,6 +47,21 @@ def run(tiny: Tiny) -> Run:
     return shardtune.train(tiny.recipe("whole", **LORA, **data))
 
 
+@pytest.mark.parametrize(("began", "now"), [("true", "pissa"), ("pissa", "true")])
+def test_a_run_does_not_go_on_with_another_beginning_of_its_adapter(tiny: Tiny, began: str, now: str) -> None:
+    """PiSSA and OLoRA subtract it from the base weights, on which the adapter is trained."""
+    name, changed = f"began by {began}", {"runner__allow_changes": ["actor.model.lora"], "runner__max_steps": 4}
+    shardtune.train(tiny.recipe(name, **LORA), f"model.lora.init={began}", "runner.max_steps=2")
+    with pytest.raises(CheckpointError, match=r"model\.lora\.init was .* which changes the base weights"):
+        shardtune.train(tiny.recipe(name, **{**LORA, **changed}), f"model.lora.init={now}")
+    shardtune.train(tiny.recipe(name, **{**LORA, **changed}), f"model.lora.init={began}")
+
+
+def test_a_rank_that_a_layer_cannot_have_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"has the rank 999, and its weight .* parts at most"):
+        shardtune.train(tiny.recipe("rank", **LORA), "model.lora.init=pissa", "model.lora.r=999")
+
+
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     model.set_attn_implementation("eager")
@@ -55,7 +70,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def test_overrides_that_an_exported_model_replaces_are_refused(run: Run) -> None:
     """`final/` has its own settings and tokenizer; a checkpoint is built by the recipe."""
-    for word in ("model.lora.alpha=1", "actor.tokenizer.tokenizer_model=other"):
+    for word in ("model.lora.alpha=1", "actor.tokenizer.tokenizer_model=other", "actor.optim.ema_decay=0.3"):
         key = word.partition("=")[0].removeprefix("actor.")
         with pytest.raises(ConfigError, match=f"{key} has no effect on .*final"):
             run.evaluate("final", word)

@@ -31,6 +31,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
         evaluation.harness,
         evaluation.episodes,
         run.saving,
+        run.beginning,
         run.watching,
         run.anomalies,
         optimization.losses,

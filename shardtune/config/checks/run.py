@@ -113,8 +113,22 @@ def saving(context: Context) -> Iterator[ConfigError]:
         )
 
 
+def beginning(context: Context) -> Iterator[ConfigError]:
+    runner = context.recipe.runner
+    if runner.overwrite and runner.resume_dir not in (None, "auto"):
+        yield context.problem(
+            "runner.resume_dir",
+            f"runner.resume_dir ({runner.resume_dir}) continues from a checkpoint, and runner.overwrite: true begins "
+            "anew",
+            "leave one of them out; from a checkpoint of another run: another runner.logger.experiment_name",
+        )
+
+
 def watching(context: Context) -> Iterator[ConfigError]:
     runner = context.recipe.runner
+    if runner.best.monitor is None:
+        given = runner.best.model_dump(exclude_defaults=True)
+        yield from context.idle("runner.best", given, "without runner.best.monitor", "name a metric there")
     early_stop = runner.early_stop
     # With `enabled: false` written, its settings are kept for another time.
     is_chosen = early_stop.enabled or context.given.given("runner.early_stop.enabled") is not None

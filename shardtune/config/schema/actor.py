@@ -44,7 +44,11 @@ class OptimConfig(Section):
     adam_beta1: Number = key(0.9, "Adam's decay rate of the first moment.", ge=0, lt=1)
     adam_beta2: Number = key(0.999, "Adam's decay rate of the second moment.", ge=0, lt=1)
     adam_eps: Number = key(1.0e-8, "Added to Adam's denominator.", gt=0)
-    weight_decay: Number = key(0.01, "Decoupled weight decay; norms and biases are exempt.", ge=0)
+    weight_decay: Number = key(
+        0.01,
+        "Decoupled weight decay; parameters of fewer than two dimensions, such as norms and biases, are exempt.",
+        ge=0,
+    )
     args: Arguments = key({}, "Further arguments of the optimizer's class, e.g. {momentum: 0.9}.")
     state_dtype: Literal["fp32", "bf16", "int8"] = key(
         "fp32",

@@ -114,6 +114,13 @@ def _initialised_copy(name: str, layer: AdaptedByLora, config: LoraConfig, seed:
         device = tensor.device if decomposes else "cpu"  # a GPU is much faster at large decompositions
         return _values(module, key, tensor).to(device, torch.float32, copy=True)
 
+    rank, sides = layer.r[ADAPTER], layer.base_layer.get_parameter("weight").shape if decomposes else ()
+    if sides and rank > min(sides):
+        raise ConfigError(
+            f"the adapter of {name} has the rank {rank}, and its weight {list(sides)} has {min(sides)} parts at most",
+            where=f"actor.model.lora.init: {config.init_lora_weights}",
+            remedy=f"lower actor.model.lora.r, or that of this layer (rank_pattern) to {min(sides)}, or leave init out",
+        )
     made = _copied_layer(layer, in_fp32)
     devices = {parameter.device for parameter in made.parameters() if parameter.is_cuda}
     try:

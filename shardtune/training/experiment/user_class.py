@@ -28,6 +28,8 @@ from shardtune.training.callbacks import undisturbed
 from shardtune.training.experiment.run import LoggedRun
 
 KEY = "runner.logger.logger_backends"
+ALIKE = {"finish": "close", "end": "close", "stop": "close", "shutdown": "close", "teardown": "close"}
+"""Names of other systems for the end of a logger."""
 METHODS = {
     "log": (2, "log(self, step, metrics)"),
     "samples": (3, "samples(self, step, name, answers)"),
@@ -63,7 +65,21 @@ def load_class(spec: str) -> type:
         if name in members:
             bound = 0 if isinstance(members[name], (staticmethod, classmethod)) else 1
             check_call(getattr(kind, name), arguments + bound, call, where)
+    for name in members:
+        meant = None if name in METHODS or name[0] == "_" else _meant(name)
+        if meant is not None and meant not in members and callable(getattr(kind, name)):
+            raise ConfigError(
+                f"{kind.__name__}.{name} would never be called; the method of a logger is {meant}",
+                where=where,
+                remedy=f"name it {meant}; a helper of your own has another name, such as _{name}",
+            )
     return kind
+
+
+def _meant(name: str) -> str | None:
+    """The method of a logger that a name is near to, or means elsewhere."""
+    near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.8)
+    return near[0] if near else ALIKE.get(name)
 
 
 def _from_module(spec: str, where: str) -> UserFunction:

@@ -35,7 +35,7 @@ from shardtune.models.get_model import get_model, get_model_config_and_processor
 from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
-from shardtune.optim.build import check_optimizer, set_learning_rate
+from shardtune.optim.build import check_optimizer, set_learning_rate, watch_rates
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks, join_ranks, leave_ranks, num_ranks
@@ -210,6 +210,7 @@ class FSDPSftWorker(ABC):
         self.position = DataPosition(self.loader, self.recipe.runner, self.task.name_rows)
         self.position.move_to(self._start)
         self._build_evaluations()
+        self.state.weights.copy_masters_to_model()  # an override's own lines see sharded weights, not gathered ones
 
     def setup_evaluation(
         self,
@@ -328,6 +329,7 @@ class FSDPSftWorker(ABC):
             played = {**self.task.evaluate_episodes(evaluation), **self.task.evaluate_harness(evaluation)}
         finally:
             self.model.train()
+        self.state.weights.copy_masters_to_model()  # as in `setup`: forwards alone leave some weights gathered
         return metrics | named | {f"eval/{name}": value for name, value in played.items()}
 
     def save_checkpoint(self, path: str | Path, step: int, *, background: bool = False) -> list[PendingSave]:
@@ -380,6 +382,8 @@ class FSDPSftWorker(ABC):
             training=training,
         )
         self.model = self.state.model
+        if training and not type(self).__module__.startswith("shardtune."):
+            watch_rates(self.state.optimizer)
         self._accumulate = with_report(self.task.accumulate, self.ranks, self.report, self._begin_plain_steps)
         self._forward = self.get_train_model_output
         self.notes += [

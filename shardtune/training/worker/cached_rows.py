@@ -51,6 +51,7 @@ from shardtune.models.value_loss import described as trained_on
 from shardtune.optim.build import build_optimizer
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks, num_ranks
+from shardtune.parallel.unfit_parameters import check_joined, check_saved, check_trained
 from shardtune.training.bad_rows import BadPart
 from shardtune.training.build.lora import adapt, check_stored
 from shardtune.training.build.model import build_empty, check_read_values, freeze, may_lack
@@ -487,6 +488,10 @@ class CachedRowsTask(Task):
         new = partial(self.new_weights, model)
         adapt(model, recipe, self.text.tokenizer, self.initial_weights, self.new_parts, new)
         freeze(model, config.freeze)
+        check_saved(model)
+        check_trained(model, config.precision, on_ranks=layout.num_ranks > 1)
+        if layout.flat and layout.num_ranks > 1:
+            check_joined(dict(model.named_parameters()))
         self.adapter.shard_units(model)
         source = self.initial_weights()
         if isinstance(model, PreTrainedModel) and isinstance(source, (str, Path)):

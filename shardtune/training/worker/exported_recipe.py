@@ -29,6 +29,7 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     model, tokenizer = values["actor"]["model"], values["actor"]["tokenizer"]
     has_tokenizer = (directory / "tokenizer_config.json").is_file()
     values = _with_found(values, directory)
+    values["actor"]["optim"] |= {"ema_decay": None, "ema_use": True}  # the directory has the weights that were chosen
     statistics = NORMALIZER_FILE
     if is_adapter(directory) and recipe.actor.model.model_type == ACTS:  # a whole model has them in its config.json
         statistics = STATISTICS_FILE
@@ -43,7 +44,7 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
             tokenizer["tokenizer_model"] = str(directory)
             values["data"]["chat_template"] = None
     elif (directory / "config.json").is_file():
-        model |= {"model_path": str(directory), "from_scratch": False, "config_overrides": {}}
+        model |= {"model_path": str(directory), "from_scratch": False, "config_overrides": {}, "is_lora": False}
         if has_tokenizer:
             tokenizer["tokenizer_model"] = tokenizer["tokenizer_model"] and str(directory)
             values["data"]["chat_template"] = values["data"]["chat_template"] if users_code else None

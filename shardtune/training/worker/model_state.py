@@ -33,6 +33,7 @@ from shardtune.config import Recipe
 from shardtune.errors import CheckpointError
 from shardtune.models.adapter import AdapterRoot, LanguageRoot, WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
+from shardtune.models.lora.init import changes_base
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.new_tokens import grow_embeddings
 from shardtune.optim.build import build_optimizer
@@ -42,6 +43,7 @@ from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
+from shardtune.parallel.unfit_parameters import check_saved, check_trained
 from shardtune.training.build.initial_weights import directory_of, seeded
 from shardtune.training.build.lora import (
     adapt,
@@ -142,7 +144,7 @@ class ModelState:
                 by_class=source.builds_by_class,
                 from_scratch=recipe.actor.model.from_scratch,
             )
-        self.weights: Weights = self._shard(directory, checkpoint)
+        self.weights: Weights = self._shard(directory, checkpoint, training)
         if ranks.mesh is not None:
             compute = COMPUTE_DTYPE[recipe.actor.model.precision]
             in_methods(self.inner, lambda name: self.weights.method(name, compute), own_methods(self.inner))
@@ -163,13 +165,16 @@ class ModelState:
             self._prepare_training()
         self.model.train(training)
 
-    def _shard(self, directory: Path | None, checkpoint: Path | None) -> Weights:
+    def _shard(self, directory: Path | None, checkpoint: Path | None, training: bool) -> Weights:
         """Shard the model and load its values."""
         actor = self._recipe.actor
         share_values(self.inner, self._ranks)
         parts = self._source.new_parts
         self.notes += adapt(self.inner, self._recipe, self._tokenizer, self._source.initial_weights, parts, self._new)
         freeze(self.inner, actor.model.freeze)
+        if training:
+            check_saved(self.inner)
+            check_trained(self.inner, actor.model.precision, on_ranks=self._ranks.world_size > 1)
         parallel = self._source.apply_model_parallel(self.inner, self._ranks)
         units, note = self._source.shard_units(self.inner)
         if note and self._ranks.world_size > 1:
@@ -191,7 +196,8 @@ class ModelState:
             if excluded:
                 form = f"{actor.model.lora.base_dtype} {frozen_dtype(actor.model)}"
                 digest = fingerprint(self.inner, excluded, self._ranks)
-                self._excluded_from_checkpoint = {"form": form, "hash": digest}
+                begun = actor.model.lora.init if self._changes_base() else "kept"
+                self._excluded_from_checkpoint = {"form": form, "hash": digest, "base": str(begun)}
             begin_adapter(self.inner, actor.model, self._recipe.runner.seed)
         else:
             materialise(self.model, dtype=MASTER_DTYPE[actor.model.precision], device=self._ranks.device)
@@ -201,6 +207,9 @@ class ModelState:
             excluded_from_checkpoint=excluded,
             partial=parallel.partial,
         )
+
+    def _changes_base(self) -> bool:
+        return is_adapted(self.inner) and changes_base(self.inner)
 
     def _is_empty(self) -> bool:
         """Whether the model was built without memory."""
@@ -319,6 +328,7 @@ class ModelState:
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
             "world_size": self._ranks.world_size,
             "left_out": self._excluded_from_checkpoint,
+            "frozen": self.weights.frozen(),
             **({EXTRA: beside} if beside else {}),
         }
 
@@ -355,7 +365,7 @@ class ModelState:
             self.average.load(folder)
         self.finite.check_loaded(folder)
         self.step = int(state["step"])
-        if "frozen" in state:  # of an earlier version
+        if "frozen" in state:  # not in a checkpoint of an earlier version
             self.weights.freeze(state["frozen"])
         if self.loss_scale is not None and state["loss_scale"]:
             self.loss_scale = LossScale(**state["loss_scale"])
@@ -378,11 +388,18 @@ class ModelState:
 
     def _check_excluded(self, checkpoint: Path, state: Mapping[str, object]) -> None:
         """Refuse trained weights on frozen ones that differ from those they were trained with."""
-        saved, key = state.get("left_out"), "actor.model.model_path"
-        form = saved.get("form") if isinstance(saved, Mapping) else None
-        comparable = form == self._excluded_from_checkpoint.get("form")
+        found, own, key = state.get("left_out"), self._excluded_from_checkpoint, "actor.model.model_path"
+        saved = found if isinstance(found, Mapping) else {}
+        comparable = saved.get("form") == own.get("form")
+        if comparable and not is_adapter(checkpoint) and saved.get("base", own.get("base")) != own.get("base"):
+            raise CheckpointError(
+                f"actor.model.lora.init was {saved['base']} in training and is {own['base']} now, which changes the "
+                "base weights that the adapter was trained on (kept: not changed)",
+                where=str(checkpoint),
+                remedy="put actor.model.lora.init back: it matters at the beginning of a run alone",
+            )
         allowed = any(f"{key}.".startswith(f"{name}.") for name in self._recipe.runner.allow_changes)
-        if not comparable or (saved or {}) == self._excluded_from_checkpoint or allowed:
+        if not comparable or saved.get("hash") == own.get("hash") or allowed:
             return
         raise CheckpointError(
             "the frozen weights, which are not saved with the trained ones, are not those of training: "

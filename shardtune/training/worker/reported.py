@@ -56,8 +56,11 @@ def training_method(worker: FSDPSftWorker) -> Callable[[], dict[str, float]]:
     counts the step. Names without a slash are logged below `train/`.
 
     Raises:
-        ModelError: an override made no step, or returned something else than numbers by name.
+        ConfigError: the worker's `setup` has set learning rates that would have no effect.
+        ModelError: it has changed which parameters the optimizer has; an override made no step, or returned something
+            else than numbers by name.
     """
+    _begin_step(worker)
     kind = _overriding(worker, TRAINING)
     return worker.run_training if kind is None else partial(_train, worker, kind)
 
@@ -92,7 +95,7 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
             f"{kind.__name__}.{TRAINING} takes less than actor.global_batch_size rows a step: the learning rate has "
             f"reached its end after {state.step} steps and stays there"
         )
-    set_learning_rate(state.optimizer, state.step, position.horizon, worker.recipe.actor.optim)
+    _begin_step(worker)
     with _own_updates(worker, kind) as updates:
         found = worker.run_training()
     if (state.step, position.skipped_steps) == before:
@@ -101,8 +104,17 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
     return _alike(_named(found, "train", f"{kind.__name__}.{TRAINING}"), worker.ranks)
 
 
+def _begin_step(worker: FSDPSftWorker) -> None:
+    """Set the learning rate, and refuse what a worker's own code has changed of the optimizer before the step."""
+    state = worker.state
+    set_learning_rate(state.optimizer, state.step, worker.position.horizon, worker.recipe.actor.optim)
+    state.weights.refuse_unfrozen()
+
+
 def _evaluate(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
-    return _alike(_named(worker.run_eval(), "eval", f"{kind.__name__}.{EVALUATION}"), worker.ranks)
+    found = worker.run_eval()
+    worker.state.weights.copy_masters_to_model()  # forwards alone leave some weights gathered, where nothing is frozen
+    return _alike(_named(found, "eval", f"{kind.__name__}.{EVALUATION}"), worker.ranks)
 
 
 def _overriding(worker: FSDPSftWorker, name: str) -> type | None:
@@ -128,6 +140,7 @@ def _own_updates(worker: FSDPSftWorker, kind: type) -> Iterator[Updates]:
                     remedy=f"call super().run_training() there, with a loss of your own in get_train_model_output, or "
                     f"leave runner.{key} out",
                 )
+        weights.refuse_unfrozen()
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             updates.with_gradient += 1
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from inspect import isfunction
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.user_code import names_in
 from shardtune.data.loader.padding import ATTENTION_MASK, INPUT_IDS, LABELS, WEIGHTS
 from shardtune.data.prepare import PreparedData
 from shardtune.data.sources.memory_rows import is_table
@@ -29,6 +31,15 @@ from shardtune.training.worker.user_evaluation import EvalOutput
 
 MODES = ("train", "eval", "sample")
 MICRO_BATCH = "actor.micro_batch_size"
+
+
+INSTEAD = {
+    "save": "save_checkpoint(self, path, step) is called for each checkpoint, and final/ is written at the end",
+    "eval": "run_eval(self) is called for each evaluation, and get_batch_metrics for its batches",
+    "get_batch_samples": "eval.generate: true lets the model answer the prompts of the evaluation rows",
+    "sample": "eval.generate: true lets the model answer the prompts of the evaluation rows",
+}
+"""Methods that HALOs' trainer calls by itself, and what there is here."""
 
 
 class PaddedTrainer(SFTWorker):
@@ -64,6 +75,16 @@ class PaddedTrainer(SFTWorker):
         "get_eval_model_output": ("run_eval",),
     }
     get_batch_logps = staticmethod(get_batch_logps)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in set(INSTEAD) & vars(cls).keys():
+            others = (member for other, member in vars(cls).items() if other != name)
+            if isfunction(vars(cls)[name]) and not any(name in names_in(member) for member in others):
+                raise TypeError(
+                    f"{cls.__name__}.{name} would never be called, as HALOs' trainer does. {INSTEAD[name]}; a method "
+                    "that the class calls itself may have the name"
+                )
 
     def __init__(
         self,

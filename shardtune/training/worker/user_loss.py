@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
+from numbers import Real
 
 import torch
 
@@ -95,6 +96,14 @@ def _checked(weights: object) -> Mapping[str, float]:
             where="loss_weights",
             remedy="return {term: how much this batch weighs in it} for each term of the loss",
         )
+    for name, value in weights.items():
+        is_number = isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)
+        if not is_number or not 0 <= float(value) < math.inf:
+            raise ModelError(
+                f"loss_weights returned {value!r} for the term {name!r}, not a number of at least 0",
+                where="loss_weights",
+                remedy="return how much this batch weighs in the term: its targets, or 0",
+            )
     return {str(name): float(value) for name, value in weights.items()}
 
 

@@ -90,6 +90,8 @@ START, LOG = "  def __init__(self, run): ...\n", "  def log(self, step, metrics)
         (f"class Kept:\n{LOG}", r"as Kept\(run\)"),
         (f"class Kept:\n{START}  def log(self, metrics): ...", r"log\(self, step, metrics\)"),
         (f"class Kept:\n{START}{LOG}  def close(self, how): ...", r"called as close\(self\)"),
+        (f"class Kept:\n{START}{LOG}  def sample(self, *a): ...", r"Kept\.sample would never be called.* is samples"),
+        (f"class Kept:\n{START}{LOG}  def finish(self): ...", r"Kept\.finish would never be called.* is close"),
         ("import nothing_of_the_kind", "cannot be imported"),
     ],
 )

@@ -38,6 +38,18 @@ class Forgetful(own.Task):
         return 0
 
 
+class Elsewhere(own.Task):
+    """Saves where nothing would find it."""
+
+    def save_checkpoint(self, path: Any, step: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().save_checkpoint(Path(path) / "inner", step)
+
+
+class Later(own.Task):
+    def save_checkpoint(self, path: Any, step: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().save_checkpoint(path, step + 1)
+
+
 def batches(worker: own.Task, number: int) -> list[torch.Tensor]:
     return [next(worker.data_iter)["x"] for _ in range(number)]  # pyright: ignore
 
@@ -93,3 +105,20 @@ def test_a_load_that_restores_nothing_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"after Forgetful\.load_checkpoint the worker is at step 0, the checkpoint"
     ):
         again.prepare()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Elsewhere, "Elsewhere.save_checkpoint wrote no worker.json"),
+        (Later, "Later.save_checkpoint wrote worker.json of"),
+    ],
+)
+def test_a_checkpoint_that_nothing_could_continue_from_ends_the_run_at_once(
+    tmp_path: Path, kind: type[own.Task], says: str
+) -> None:
+    given = own.recipe(str(tmp_path), save_interval=1)
+    runner = SFTRunner(given, kind(given))
+    with pytest.raises(CheckpointError, match=says):
+        runner.run()
+    assert runner.store.latest() is None

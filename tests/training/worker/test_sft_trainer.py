@@ -408,3 +408,19 @@ def test_a_model_with_a_balance_loss_is_refused(tmp_path: Path, made: tuple[Path
 def test_an_unknown_monitor_is_refused_before_training(tiny: Tiny):
     with pytest.raises(ConfigError, match=r"eval/token_accuracy(.|\n)*logps/eval"):
         shardtune.train(of_trainer(tiny, "monitored", runner__best__monitor="eval/token_accuracy"))
+
+
+@pytest.mark.parametrize("name", ["save", "eval", "get_batch_samples", "sample"])
+def test_methods_that_halos_calls_by_itself_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Own\.{name} would never be called, as HALOs' trainer does"):
+        type("Own", (shardtune.SFTTrainer,), {name: lambda self: None})
+
+
+class Helping(shardtune.SFTTrainer):
+    """Has a method of its own by such a name."""
+
+    def sample(self) -> dict[str, float]:
+        return {}
+
+    def run_eval(self) -> dict[str, float]:
+        return {**super().run_eval(), **self.sample()}

@@ -210,6 +210,13 @@ def test_a_tokenizers_batch_keeps_its_type() -> None:
     assert torch.equal(batch["labels"], example()["labels"])
 
 
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "4", True, None])
+def test_a_declared_weight_is_a_number_of_at_least_0(value: Any) -> None:
+    weights = BatchWeights(lambda batch: {"ce": value}, lambda batch: 1.0, ALONE)
+    with pytest.raises(ModelError, match=r"loss_weights returned .* for the term 'ce', not a number of at least 0"):
+        weights([example()])
+
+
 def test_declared_weights_count_and_nothing_is_measured() -> None:
     def never(batch: Any) -> float:
         raise AssertionError

@@ -1,0 +1,121 @@
+"""Whether ranks gather the same units' weights, and sum the same gradients, in the same order.
+
+A gathering is told from another by its place in the order alone. If rank 0 calls unit A where rank 1 calls unit B, each
+gives its part of another weight; where sizes agree nothing fails, and both compute with a mixture. So do gradients of
+parameters that are used on some ranks alone. What each rank did in a step is reduced to one number, which is compared
+in the reduction that ends the step anyway.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import zip_longest
+from typing import NoReturn
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardtune.errors import ModelError
+from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private import note_collectives
+
+MOST = 2**18
+"""Collectives that are kept, the last ones: a step has some thousands, evaluations and generation have no end."""
+CALL_ALL = (
+    "call every unit once in every forward, whatever its rows (multiply unneeded results by 0); with "
+    "actor.training_backend: fsdp1 what only some forwards call may be outside of all units instead (unit_classes, "
+    "actor.fsdp_config.wrap)"
+)
+"""How to mend forwards that call different units."""
+USE_ALL = (
+    "use every parameter in every forward, whatever its rows (multiply unneeded results by 0), or set "
+    "actor.training_backend: fsdp1"
+)
+
+
+class UnitCalls:
+    """What a rank does with the others in a step, of a sharded model.
+
+    Args:
+        ranks: of the run.
+
+    Attributes:
+        made: for each collective the place of its unit among the names, in order.
+        used: which parameters had gradients, whenever `note_gradients` was called.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._units: list[str] = []
+        self._summed: dict[str, nn.Parameter] = {}
+        self.made: deque[int] = deque(maxlen=MOST)
+        self.used: list[bytes] = []
+
+    def watch(self, name: str, unit: FSDPModule, parameters: Mapping[int, str]) -> None:
+        """Note what FSDP2 does with a unit, if it involves other ranks.
+
+        Args:
+            name: of the unit.
+            unit: sharded.
+            parameters: the names of the model's parameters by `id`.
+        """
+        own = note_collectives(unit, self.noting(name))
+        self._summed |= {parameters[id(each)]: each for each in own if each.numel() and id(each) in parameters}
+
+    def noting(self, name: str) -> Callable[[], object]:
+        """What notes a collective of a unit when it is called."""
+        self._units.append(name)
+        return partial(self.made.append, len(self._units) - 1)
+
+    def note_gradients(self) -> None:
+        """Note which parameters have gradients, of those whose gradients FSDP2 sums over ranks, after it has.
+
+        Where it does so after each micro-batch, each is noted, too: what ranks use for the first time in a step has to
+        be the same.
+        """
+        self.used.append(bytes([parameter.grad is not None for parameter in self._summed.values()]))
+
+    def mark(self) -> float:
+        """A whole number below 2 ** 32 that, all but surely, differs between ranks that have not done the same."""
+        self.note_gradients()
+        return float(zlib.crc32(b"".join(self.used), zlib.crc32(array("I", self.made).tobytes())))
+
+    def refuse(self) -> NoReturn:
+        """Refuse what ranks have done differently, by its name; every rank calls it.
+
+        Raises:
+            ModelError: always.
+        """
+        made, used = zip(*self._ranks.gather(([*self.made], b"".join(self.used))), strict=True)
+        for rank, (its, gradients) in enumerate(zip(made, used, strict=True)):
+            if its != made[0]:
+                one, other = next(pair for pair in zip_longest(made[0], its) if pair[0] != pair[1])
+                raise _other_unit(rank, *(None if place is None else self._units[place] for place in (one, other)))
+            if gradients != used[0]:
+                place = next(n for n, (one, other) in enumerate(zip(used[0], gradients, strict=True)) if one != other)
+                users = (0, rank) if used[0][place] else (rank, 0)
+                raise _other_parameter([*self._summed][place % len(self._summed)], *users)
+        raise _other_unit(0, None, None)
+
+
+def _other_unit(rank: int, of_first: str | None, of_rank: str | None) -> ModelError:
+    names = ["none" if name is None else name or "the whole model" for name in (of_first, of_rank)]
+    return ModelError(
+        f"ranks called units of the model in different order: where rank 0 used {names[0]}, rank {rank} used "
+        f"{names[1]}, and weights and gradients of one were taken for the other's",
+        where=names[of_first is None],
+        remedy=CALL_ALL,
+    )
+
+
+def _other_parameter(name: str, user: int, other: int) -> ModelError:
+    return ModelError(
+        f"forwards of rank {user} used {name} and those of rank {other} did not, so that gradients of different "
+        "parameters were added up over ranks",
+        where=name,
+        remedy=USE_ALL,
+    )

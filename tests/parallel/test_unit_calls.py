@@ -1,0 +1,204 @@
+"""Ranks whose forwards use different units or parameters end before an update; those that use the same never do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardtune.batch import LossSum
+from shardtune.config.rank_layout import Layout
+from shardtune.errors import ModelError
+from shardtune.parallel.meta_init import materialise
+from shardtune.parallel.ranks import Ranks, lay_out
+from shardtune.parallel.shard import shard_model
+from shardtune.training.step import optimizer_step
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import whole
+
+WIDTH = 3
+
+
+class Block(nn.Module):
+    """Two equal layers, of which a call uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor, used: Sequence[int] = (0, 1)) -> torch.Tensor:
+        for layer in used:
+            x = x + torch.tanh(self.pair[layer](x))
+        return x
+
+
+class Net(nn.Module):
+    """Equal units, and equal layers outside of them; each micro-batch has the order in which they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)])
+
+    def forward(self, batch: Rows) -> LossSum:
+        x = batch.x
+        for block in batch.blocks:
+            x = self.blocks[block](x, batch.layers)
+        return LossSum(torch.stack([self.heads[head](x).square().sum() for head in batch.heads]).sum(), 1.0)
+
+
+@dataclass
+class Rows:
+    """A micro-batch of one row.
+
+    Attributes:
+        blocks: the units that are called, in order.
+        layers: that each of them uses.
+        heads: that are used.
+    """
+
+    blocks: Sequence[int] = (0, 1, 2)
+    layers: Sequence[int] = (0, 1)
+    heads: Sequence[int] = (0, 1)
+    weights: dict[str, float] = field(default_factory=lambda: {"loss": 1.0})
+    x: torch.Tensor = field(default_factory=lambda: torch.ones(1, WIDTH, dtype=torch.float64))
+
+
+Steps = Sequence[Sequence[Rows]]
+"""By rank, the micro-batches of a step."""
+SHARDED = Layout(shard=2)
+COPIES = Layout(replicate=2)
+FLAT = Layout(shard=2, flat=True)
+
+
+@dataclass
+class Case:
+    """Micro-batches of two ranks, and how the model is sharded."""
+
+    step: Steps
+    layout: Layout = SHARDED
+    each: bool = False
+    reshard: bool = True
+    checkpoints: bool = False
+
+
+def train(case: Case, ranks: Ranks) -> tuple[list[float], str, bool]:
+    """The losses of two steps, or the message that ended them, and whether the weights are still the first."""
+    torch.manual_seed(3)
+    model = Net()
+    for block in model.blocks if case.checkpoints else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    hold = shard_model(model, [*model.blocks], ranks, "fp64", reshard_after_forward=case.reshard)
+    materialise(model, dtype=torch.float64, device=ranks.device)
+    weights = hold(model, reduce_each=case.each)
+    optimizer = torch.optim.SGD(weights.trainable().values(), lr=0.05)
+    before = {name: whole(tensor).clone() for name, tensor in weights.tensors().items()}
+    mine: Any = case.step[ranks.rank] if ranks.world_size > 1 else [batch for own in case.step for batch in own]
+    losses, message, every = [], "", float(sum(map(len, case.step)))
+    try:
+        for number in range(2):
+            result = optimizer_step(
+                lambda batch: {"loss": model(batch)}, mine, {"loss": every}, weights, optimizer, ranks,
+                draws=(0, number, ranks.rank), clip=None,
+            )  # fmt: skip
+            losses.append(result.loss)
+    except ModelError as error:
+        message = str(error)
+    after = {name: whole(tensor) for name, tensor in weights.tensors().items()}
+    return losses, message, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def train_all(cases: Sequence[Case]) -> list[tuple[list[float], str, bool]]:
+    rank = dist.get_rank()
+    return [train(case, lay_out(case.layout, rank, torch.device("cpu"))) for case in cases]
+
+
+def both(*batches: Rows) -> Steps:
+    return [batches, batches]
+
+
+TWICE = both(Rows(blocks=(0, 1, 1, 2, 0)), Rows())
+ALIKE: dict[str, Case] = {
+    "a unit several times": Case(TWICE),
+    "checkpoints": Case(TWICE, checkpoints=True),
+    "kept between forward and backward": Case(TWICE, reshard=False, checkpoints=True),
+    "summed after each": Case(TWICE, each=True),
+    "copies": Case(TWICE, COPIES, checkpoints=True),
+    "FSDP1": Case(TWICE, FLAT, checkpoints=True),
+    "FSDP1, kept": Case(TWICE, FLAT, reshard=False),
+    "a unit and a head that no rank uses": Case(both(Rows(blocks=(0, 1), heads=(0,)))),
+    "a unit in one micro-batch": Case(both(Rows(), Rows(blocks=(0, 1)))),
+    "heads in other micro-batches": Case([[Rows(heads=(0,)), Rows(heads=(1,))], [Rows(heads=(1,)), Rows(heads=(0,))]]),
+    "copies called another number of times": Case([[Rows(blocks=(0, 1, 2, 0))], [Rows()]], COPIES),
+    "FSDP1, parameters of other ranks": Case([[Rows(layers=(0,), heads=(1,))], [Rows(layers=(1,), heads=(0,))]], FLAT),
+}
+"""Nothing is wrong, and the losses are those of one process."""
+ORDERED = [[Rows(blocks=(0, 1, 2))], [Rows(blocks=(1, 0, 2))]]
+CHOSEN = [[Rows(blocks=(0, 1))], [Rows(blocks=(0, 2))]]
+LATER = [[Rows(), Rows(blocks=(0, 1))], [Rows(), Rows(blocks=(0, 2))]]
+HEADS = [[Rows(heads=(0,))], [Rows(heads=(1,))]]
+LAYERS = [[Rows(layers=(1,))], [Rows(layers=(0,))]]
+SWAPPED_HEADS = [[Rows(heads=(0,)), Rows(heads=(1,))], [Rows(heads=(1,)), Rows(heads=(0,))]]
+UNITS = "ranks called units of the model in different order: where rank 0 used blocks.{}, rank 1 used blocks.{}, "
+USED = "forwards of rank {} used {} and those of rank {} did not, "
+DIFFERENT: dict[str, tuple[Case, str]] = {
+    "another order": (Case(ORDERED), UNITS.format(0, 1)),
+    "another order, copies": (Case(ORDERED, COPIES), UNITS.format(2, 2)[:60]),
+    "another order, FSDP1": (Case(ORDERED, FLAT), UNITS.format(0, 1)),
+    "another order, FSDP1, kept": (Case(ORDERED, FLAT, reshard=False), UNITS.format(0, 1)),
+    "another unit": (Case(CHOSEN), UNITS.format(1, 2)),
+    "another unit, checkpoints": (Case(CHOSEN, checkpoints=True), UNITS.format(1, 2)),
+    "another unit, kept": (Case(CHOSEN, reshard=False), UNITS.format(1, 2)),
+    "another unit, copies": (Case(CHOSEN, COPIES), UNITS.format(1, 2)),
+    "another unit in the last micro-batch": (Case(LATER), UNITS.format(1, 2)),
+    "another unit in the last micro-batch, FSDP1": (Case(CHOSEN, FLAT), UNITS.format(1, 2)),
+    "another head": (Case(HEADS), USED.format(0, "heads.0.weight", 1)),
+    "another head, copies": (Case(HEADS, COPIES), USED.format(0, "heads.0.weight", 1)),
+    "heads in another order, summed after each": (Case(SWAPPED_HEADS, each=True), USED.format(0, "heads.0.weight", 1)),
+    "another layer": (Case(LAYERS), USED.format(1, "blocks.0.pair.0.weight", 0)),
+}
+"""Weights or gradients would be mixed; what the message begins with."""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[tuple[list[float], str, bool]]]:
+    """By case, what each rank tells."""
+    cases: dict[str, Any] = ALIKE | {name: case for name, (case, _) in DIFFERENT.items()}
+    first, second = run_ranks(train_all, 2, [*cases.values()])
+    return {name: [*pair] for name, pair in zip(cases, zip(first, second, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_same_calls_are_no_fault(name: str, found: dict[str, list[tuple[list[float], str, bool]]]) -> None:
+    losses, message, _ = train(ALIKE[name], Ranks(0, 1, torch.device("cpu")))
+    assert not message
+    assert len(losses) == 2
+    for its_losses, message, unchanged in found[name]:
+        assert not message
+        assert not unchanged
+        assert its_losses == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_calls_end_before_the_update(
+    name: str, found: dict[str, list[tuple[list[float], str, bool]]]
+) -> None:
+    for losses, message, unchanged in found[name]:
+        assert message.startswith(DIFFERENT[name][1]), message
+        assert "remedy: " in message
+        assert not losses
+        assert unchanged
+
+
+def test_one_rank_is_not_compared() -> None:
+    for case in (Case(CHOSEN), Case(LAYERS, checkpoints=True)):
+        losses, message, _ = train(case, Ranks(0, 1, torch.device("cpu")))
+        assert len(losses) == 2
+        assert not message
