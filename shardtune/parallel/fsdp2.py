@@ -476,7 +476,7 @@ class Weights:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
             if self._reduce_each:
-                self.unit_calls.note_gradients()
+                self.unit_calls.mark()
             reduce = last or self._reduce_each
             if not reduce and not self._accumulates:
                 self._accumulates = True

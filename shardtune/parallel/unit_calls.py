@@ -45,7 +45,7 @@ class UnitCalls:
 
     Attributes:
         made: for each collective the place of its unit among the names, in order.
-        used: which parameters had gradients, whenever `note_gradients` was called.
+        used: of which parameters there were gradients, at each `mark`.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -71,17 +71,13 @@ class UnitCalls:
         self._units.append(name)
         return partial(self.made.append, len(self._units) - 1)
 
-    def note_gradients(self) -> None:
-        """Note which parameters have gradients, of those whose gradients FSDP2 sums over ranks, after it has.
+    def mark(self) -> float:
+        """A whole number below 2 ** 32 that, all but surely, differs between ranks that have not done the same.
 
-        Where it does so after each micro-batch, each is noted, too: what ranks use for the first time in a step has to
-        be the same.
+        It notes of which parameters there are gradients, so it is called when FSDP2 has summed them over ranks. Where
+        that is after each micro-batch, what a step uses for the first time is compared.
         """
         self.used.append(bytes([parameter.grad is not None for parameter in self._summed.values()]))
-
-    def mark(self) -> float:
-        """A whole number below 2 ** 32 that, all but surely, differs between ranks that have not done the same."""
-        self.note_gradients()
         return float(zlib.crc32(b"".join(self.used), zlib.crc32(array("I", self.made).tobytes())))
 
     def refuse(self) -> NoReturn:
