@@ -105,7 +105,9 @@ def test_it_is_held_by_name() -> None:
         set_extra_state(nn.ModuleDict({"one": nn.ReLU()}), state)
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), {1: 2}, (1, 2), float("nan"), object()], ids=repr)
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), {1: 2}, (1, 2), float("nan"), object()], ids=lambda value: type(value).__name__
+)
 def test_what_would_come_back_as_something_else_is_refused(value: object) -> None:
     with pytest.raises(
         ModelError, match=r"get_extra_state of one .Returning. returned a .* that is not the same as JSON"
