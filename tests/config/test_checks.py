@@ -62,7 +62,6 @@ EVAL = "data.eval_data_paths=eval.jsonl"
             ["runner.overwrite=true", "runner.resume_dir=runs/other"],
             "continues from a checkpoint, and runner.overwrite: true begins anew",
         ),
-        (["runner.best.mode=max"], "runner.best.mode has no effect without runner.best.monitor"),
         (["runner.logger.prometheus.port=9000"], "without prometheus in runner.logger.logger_backends"),
         (["runner.logger.rank_logs=true"], "runner.logger.rank_logs has no effect on a single process"),
         (["eval.generate=true"], "eval.generate: true needs evaluation data"),

@@ -126,9 +126,6 @@ def beginning(context: Context) -> Iterator[ConfigError]:
 
 def watching(context: Context) -> Iterator[ConfigError]:
     runner = context.recipe.runner
-    if runner.best.monitor is None:
-        given = runner.best.model_dump(exclude_defaults=True)
-        yield from context.idle("runner.best", given, "without runner.best.monitor", "name a metric there")
     early_stop = runner.early_stop
     # With `enabled: false` written, its settings are kept for another time.
     is_chosen = early_stop.enabled or context.given.given("runner.early_stop.enabled") is not None

@@ -55,7 +55,7 @@ from shardtune.training.worker.run_context import RunContext, silent
 from shardtune.training.worker.summary import summarise
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
 from shardtune.training.worker.user_batches import UserBatches
-from shardtune.training.worker.user_errors import explaining_parts
+from shardtune.training.worker.user_errors import of_parts
 from shardtune.training.worker.user_evaluation import EvalOutput
 from shardtune.training.worker.user_task import UserTask, training_paths
 
@@ -154,11 +154,10 @@ class FSDPSftWorker(ABC):
         return UserTask(self.recipe, self._methods(), type(self).__name__)
 
     def _methods(self) -> UserMethods:
-        """Looked up when they are called: a constructor may assign one to the instance."""
         return UserMethods(
-            model_provider_func=lambda: self.model_provider_func(),
-            get_train_model_output=lambda *given, **named: self.get_train_model_output(*given, **named),
-            get_eval_model_output=lambda *given, **named: self.get_eval_model_output(*given, **named),
+            model_provider_func=self.model_provider_func,
+            get_train_model_output=self.get_train_model_output,
+            get_eval_model_output=self.get_eval_model_output,
         )
 
     # Methods that a subclass must implement.
@@ -234,7 +233,7 @@ class FSDPSftWorker(ABC):
         waited = time.perf_counter() - began
         rate = set_learning_rate(state.optimizer, state.step, position.horizon, actor.optim)
         state.in_step = True
-        with explaining_parts(str(self.ranks.layout)):
+        try:
             result = optimizer_step(
                 self._forward,
                 step.micro_batches,
@@ -248,6 +247,10 @@ class FSDPSftWorker(ABC):
                 accumulate=self._accumulate,
                 judge=None if position.anomalies.spikes is None else position.anomalies.spikes.judge,
             )
+        except RuntimeError as error:
+            if (readable := of_parts(error, str(self.ranks.layout))) is None:
+                raise
+            raise readable from error
         state.in_step = False
         if result.gradient_at:
             computed = result.gradient_at - began - waited

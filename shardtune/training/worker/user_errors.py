@@ -47,25 +47,22 @@ def explaining(method: str, batch: object, device: torch.device) -> Iterator[Non
         raise
 
 
-@contextmanager
-def explaining_parts(layout: str) -> Iterator[None]:
-    """Run micro-batches of an adapter; an error of an operation with a part of a weight is raised as a readable one.
+def of_parts(error: RuntimeError, layout: str) -> ModelError | None:
+    """The readable form of an error of an operation with a part of a weight, in micro-batches; None for any other.
 
     Args:
+        error: of torch.
         layout: of the ranks, for the message.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if SHARDED not in str(error):
-            raise
-        raise ModelError(
-            f"the loss reads a parameter itself, of which each rank has a part ({layout})",
-            where="the loss",
-            remedy="the module that has the parameter is called as a whole (model.layer(x)), or computes this in its "
-            "forward and returns it; weights are decayed by optim.weight_decay; get_train_model_output of a worker may "
-            "read parameters, which are whole there",
-        ) from error
+    if SHARDED not in str(error):
+        return None
+    return ModelError(
+        f"the loss reads a parameter itself, of which each rank has a part ({layout})",
+        where="the loss",
+        remedy="the module that has the parameter is called as a whole (model.layer(x)), or computes this in its "
+        "forward and returns it; weights are decayed by optim.weight_decay; get_train_model_output of a worker may "
+        "read parameters, which are whole there",
+    )
 
 
 def _reads(batch: object, error: BaseException) -> bool:

@@ -183,14 +183,14 @@ def test_layers_are_alike_where_settings_and_lists_of_their_places_are() -> None
                 )
             ),
         )
-    assert stacks_of(gemma) == [Stack("layers", 56, 0, 6)]
+    assert stacks_of(gemma) == [Stack("layers", 80, 0, 6)]
     assert [(s.name, s.depth, s.period) for s in stacks_of(whisper)] == [
         ("encoder.layers", 9, 1),
         ("decoder.layers", 7, 1),
     ]
     for layer in gemma.layers[:7]:
         layer.requires_grad_(False)
-    assert stacks_of(gemma) == [Stack("layers", 56, 7, 6)]
+    assert stacks_of(gemma) == [Stack("layers", 80, 7, 6)]
     gemma.layers[-1].requires_grad_(False)
     assert stacks_of(gemma) == []
 

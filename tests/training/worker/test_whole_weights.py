@@ -172,20 +172,6 @@ def test_hooks_on_gradients_of_a_model_without_values_are_refused() -> None:
         refuse_gradient_hooks(empty.named_parameters(), worker().ranks)
 
 
-class Assigned(Worker):
-    """Assigns a method to the instance, behind the constructor that it inherits."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.get_eval_model_output = lambda batch: {"mine": (7.0 * len(batch["x"]), len(batch["x"]))}
-
-
-def test_a_method_that_a_constructor_assigns_is_called() -> None:
-    made = worker(Assigned)
-    made.setup()
-    assert made.run_eval()["eval/mine"] == 7.0
-
-
 class Container(Worker):
     def model_provider_func(self) -> nn.Module:
         return nn.ModuleDict({"a": nn.Linear(4, 1)}).double()
