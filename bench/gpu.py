@@ -68,6 +68,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="the parts, and how much of each is done")
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="NAME")
     parser.add_argument("--match", default="", metavar="REGEX", help="only checks whose names contain it")
+    parser.add_argument("--contenders", default="", metavar="REGEX", help="of throughput, only these")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="tiny shapes and few steps: a trial of the bench")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu")
@@ -77,7 +78,9 @@ def main() -> int:
     parser.add_argument("--inside", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    setting = Setting(arguments.device, arguments.small, arguments.folder.resolve(), arguments.match)
+    setting = Setting(
+        arguments.device, arguments.small, arguments.folder.resolve(), arguments.match, arguments.contenders
+    )
     setting.folder.mkdir(parents=True, exist_ok=True)
     if arguments.inside:
         compute(PARTS[arguments.inside], Records(setting.folder, arguments.inside), setting, arguments.until)

@@ -25,16 +25,19 @@ class Setting:
         small: tiny shapes.
         folder: of the results, which are small; models and rows of the runs are beside it, in `FOLDER-work`.
         match: a regular expression that a check's name contains; others are left out.
+        contenders: likewise, of the contenders of throughput.
     """
 
     device: str
     small: bool
     folder: Path
     match: str = ""
+    contenders: str = ""
 
     def words(self) -> list[str]:
         """The same as arguments of the command."""
         words = ["--device", self.device, "--folder", str(self.folder), "--match", self.match]
+        words += ["--contenders", self.contenders]
         return [*words, *(["--small"] if self.small else [])]
 
     def work(self, *names: str) -> Path:

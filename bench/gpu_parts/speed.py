@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -27,11 +28,12 @@ STEPS, TURNS = 2, 3
 START_SECONDS = 150.0
 
 
-def together(case: Case, setting: Setting) -> bool:
+def together(case: Case, setting: Setting, contenders: int) -> bool:
     """Whether all contenders fit on a GPU at the same time and take turns; otherwise they run in succession."""
     if setting.device == "cpu" or case.model == "0.6B" or (case.model == "1.7B" and case.lora):
         return True
-    return case.lora and torch.cuda.get_device_properties(0).total_memory > 130e9
+    roomy = torch.cuda.get_device_properties(0).total_memory > 130e9
+    return roomy and (case.lora or (case.model in ("1.7B", "Gemma 2 2B") and contenders <= 2))
 
 
 class Contender:
@@ -134,7 +136,7 @@ def measure(setting: Setting, case: Case, names: Sequence[str]) -> list[Facts]:
     turns = 1 if setting.small else TURNS
     done: list[Contender] = []
     spawned = _spawned(names, case, setting, lines)
-    for group in [spawned] if together(case, setting) else [[each] for each in spawned]:
+    for group in [spawned] if together(case, setting, len(spawned)) else [[each] for each in spawned]:
         running = _started(group, lines)
         for _ in range(turns):
             running = [contender for contender in running if _turn(contender, lines)]
@@ -170,7 +172,8 @@ def _utilisation(case: Case, setting: Setting) -> Utilisation | None:
 def _part(model: str, lora: bool) -> Part:
     def checks(setting: Setting) -> Sequence[Check]:
         sizes = (128,) if setting.small else (2048, 8192)
-        names = ("shardtune", "TRL") if setting.small else CONTENDERS
+        among = ("shardtune", "TRL") if setting.small else CONTENDERS
+        names = [name for name in among if re.search(setting.contenders, name)]
         cases = [Case(model, lora, size) for size in sizes]
         return [Check(str(case), partial(measure, case=case, names=names), 100.0) for case in cases]
 

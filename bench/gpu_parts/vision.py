@@ -53,17 +53,18 @@ def save_llava(folder: Path, small: bool) -> Path:
 
 
 def measure(setting: Setting) -> Facts:
-    """Chats over no, one or two images, 16 rows to a step."""
+    """Chats over no, one or two images, 16 rows to a step, four at a time."""
     work = setting.work("vision")
     directory = save_llava(work / "model", setting.small)
     file = work / "rows.jsonl"
     if not file.exists():
         save_image_rows(work, 24 if setting.small else 240)
     rows, steps = (2, 2) if setting.small else (16, 12)
+    at_once = min(rows, 4)
     made = recipe(
         directory, file, runner__device=setting.device, runner__max_steps=steps + 3,
         actor__model__model_type="vision_language", actor__model__precision="bf16", actor__model__from_scratch=True,
-        actor__micro_batch_size=rows, actor__global_batch_size=rows, data__num_workers=0 if setting.small else 8,
+        actor__micro_batch_size=at_once, actor__global_batch_size=rows, data__num_workers=0 if setting.small else 8,
     )  # fmt: skip
     worker = SFTWorker(load_recipe(made), report=quiet)
     worker.setup()

@@ -71,12 +71,7 @@ def plan(
     """
     path, overrides = split_words(recipe)
     _check_words(path, overrides, {"--tokens-per-second": tokens_per_second, "--rate-from": rate_from, "--mfu": mfu})
-    if gpu_tflops is not None and mfu is None:
-        raise ConfigError(
-            "--gpu-tflops is the peak that --mfu is a share of, and --mfu is not given",
-            where="shardtune plan",
-            remedy=f"add the share, as --mfu 0.4 --gpu-tflops {gpu_tflops:g}, or leave it out",
-        )
+    _check_peak(gpu_tflops, mfu)
     from shardtune.run.plan.plan import Speed, planner
     from shardtune.run.plan.rows import Given
     from shardtune.run.plan.solve import solve as changes_that_fit
@@ -128,3 +123,12 @@ def size(option: str, text: str) -> float:
     if found is None or found[2] not in UNITS or not float(found[1]):
         raise ConfigError(f"{text!r} is no size", where=option, remedy="a number with K, M, G or T: 80G, 1.5M, 80Gi")
     return float(found[1]) * UNITS[found[2]]
+
+
+def _check_peak(gpu_tflops: float | None, mfu: float | None) -> None:
+    if gpu_tflops is not None and mfu is None:
+        raise ConfigError(
+            "--gpu-tflops is the peak that --mfu is a share of, and --mfu is not given",
+            where="shardtune plan",
+            remedy=f"add the share, as --mfu 0.4 --gpu-tflops {gpu_tflops:g}, or leave it out",
+        )

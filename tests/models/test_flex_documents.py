@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.nn.attention import flex_attention as of_torch
 
 from shardtune.models import flex_documents, packed_attention
-from shardtune.models.flex_documents import BLOCK, by_blocks, document_mask, trial
+from shardtune.models.flex_documents import AGREEMENT, BLOCK, Soft, by_blocks, document_mask, trial
 from shardtune.models.packed_attention import document_attention, explicit
 from shardtune.parallel.fp32_compute import computing_in_fp32
 from shardtune.run.plan.ledger import AsOnCuda, Ledger
@@ -31,6 +32,62 @@ def test_output_and_gradients_are_the_formulas(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
     attention = partial(by_blocks, of_torch.flex_attention)
     assert max(trial(attention, CPU, torch.float64, (4, 2, 16, 8), settings, explicit)) < 1e-10
+
+
+class RoundingKernel(torch.autograd.Function):
+    """Attention of one document that rounds to bf16 where a fused kernel does; its sums are exact."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, soft: Soft) -> torch.Tensor:
+        assert soft.softcap is not None
+        ctx.groups, ctx.scale = key.shape[1], soft.scale
+        inner, key, value = (
+            tensor.double().repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
+            for tensor in (query, key, value)
+        )
+        slope = torch.tanh(inner @ key.mT * soft.scale / soft.softcap)
+        hidden = ~packed_attention._visible(query.shape[2], soft.causal, soft.window, CPU)
+        weights = (soft.softcap * slope).masked_fill(hidden, -torch.inf).softmax(-1)
+        output = (weights.bfloat16().double() @ value).to(query.dtype)
+        ctx.save_for_backward(inner, key, value, weights, 1 - slope**2, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        query, key, value, weights, slope, output = ctx.saved_tensors
+        grad = grads[0].double()
+        rest = (grad * output.double()).sum(-1, keepdim=True)  # of the rounded output, as no kernel keeps another
+        scores = (weights * (grad @ value.mT - rest) * slope).bfloat16().double()
+
+        def of_groups(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.unflatten(1, (ctx.groups, -1)).sum(2).to(output.dtype)
+
+        return (
+            (scores @ key * ctx.scale).to(output.dtype), of_groups(scores.mT @ query * ctx.scale),
+            of_groups(weights.bfloat16().double().mT @ grad), None,
+        )  # fmt: skip
+
+
+def rounded(query: Any, key: Any, value: Any, cu_seqlens: torch.Tensor, soft: Soft) -> Any:
+    lengths = cu_seqlens.diff().tolist()
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([RoundingKernel.apply(*part, soft) for part in parts], dim=2), None  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [((8, 4, 256, 256), (256**-0.5, True, 4096, 50.0, False)), ((4, 2, 32, 32), (32**-0.5, True, 20, 2.0, False))],
+    ids=["Gemma 2", "small"],
+)
+def test_a_trial_accepts_a_kernel_that_rounds_and_no_other(sizes: Any, settings: Any) -> None:
+    apart = trial(rounded, CPU, torch.bfloat16, sizes, settings, explicit)
+    assert 0 < max(apart) < AGREEMENT[torch.bfloat16] / 2
+
+    def off(*given: Any) -> Any:
+        query, *others, soft = given
+        return rounded(query, *others, replace(soft, scale=soft.scale * 1.2))
+
+    assert max(trial(off, CPU, torch.bfloat16, sizes, settings, explicit)) > 2 * AGREEMENT[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 200), (False, None), (False, 100)])
