@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardtune.checkpoint.atomic import sync_tree
-from shardtune.checkpoint.dcp import load_tensors, save_tensors
+from shardtune.checkpoint.dcp import load_tensors, save_tensors, stored_names
 from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_tensors
+from shardtune.checkpoint.tensor_reader import Together
 from shardtune.data.durable import sync_folder
 from shardtune.engine.attributes import Attributes
 from shardtune.engine.offload import optimizers_of
@@ -21,12 +23,28 @@ from shardtune.parallel.fsdp2 import Weights
 MODEL, OPTIMIZERS, ATTRIBUTES, STATE = "model", "optimizers", "attributes", "engine.json"
 
 
-def save_state(folder: Path, module: nn.Module, weights: Weights, attributes: Attributes) -> None:
+def trained_names(module: nn.Module, weights: Weights) -> set[str]:
+    """The names of the parameters that are trained now, and of those for which an optimizer has a state already."""
+    names = _names(weights)
+    states = [optimizer.state for optimizer in optimizers_of(module).values()]
+    return {names[held] for state in states for held in state if held in names} | weights.trainable().keys()
+
+
+def save_state(
+    folder: Path, module: nn.Module, weights: Weights, attributes: Attributes, trained: Collection[str]
+) -> None:
     """Write the trained weights, buffers, optimizers, schedules and the user's attributes; every rank calls it.
 
-    Frozen weights beside trained ones are left out: they are loaded from the module's source of weights.
+    Weights that were never trained are left out beside others: they are loaded from the module's source of weights.
+
+    Args:
+        folder: to write into.
+        module: with the optimizers.
+        weights: of the module.
+        attributes: the user's.
+        trained: names of the parameters that are trained, or have been.
     """
-    save_tensors(folder / MODEL, _kept(weights))
+    save_tensors(folder / MODEL, _kept(weights, trained))
     described: dict[str, dict[str, object]] = {"optimizers": {}, "schedules": {}}
     for name, optimizer in optimizers_of(module).items():
         moments, described["optimizers"][name] = optimizer_tensors(optimizer, _names(weights), weights)
@@ -50,8 +68,20 @@ def is_saved_state(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
-def load_state(folder: Path, module: nn.Module, weights: Weights, attributes: Attributes) -> None:
+def load_state(
+    folder: Path, module: nn.Module, weights: Weights, attributes: Attributes, trained: Collection[str]
+) -> set[str]:
     """Load what `save_state` wrote, on any number of ranks; every rank calls it.
+
+    Args:
+        folder: to read.
+        module: with the optimizers.
+        weights: of the module.
+        attributes: the user's.
+        trained: as of `save_state`; the folder has to have these.
+
+    Returns:
+        The names of the parameters in the folder.
 
     Raises:
         CheckpointError: it does not exist, or belongs to another module or other optimizers.
@@ -71,9 +101,11 @@ def load_state(folder: Path, module: nn.Module, weights: Weights, attributes: At
             where=str(folder),
             remedy="make the same optimizers, under the same names, in on_weights_materialized",
         )
-    tensors = _kept(weights)
+    everything = weights.tensors()
+    stored = Together(None).by_first(lambda: stored_names(folder / MODEL))
+    tensors = _kept(weights, trained) | {name: everything[name] for name in stored if name in everything}
     load_tensors(folder / MODEL, tensors)
-    weights.take({**weights.tensors(), **tensors} if len(tensors) < len(weights.tensors()) else tensors)
+    weights.take({**everything, **tensors})
     for name, optimizer in optimizers.items():
         load_optimizer_tensors(
             folder / OPTIMIZERS / name, optimizer, _names(weights), described["optimizers"][name], weights
@@ -82,10 +114,10 @@ def load_state(folder: Path, module: nn.Module, weights: Weights, attributes: At
         if name in described["schedules"]:
             schedule.load_state_dict(described["schedules"][name])
     attributes.load(folder / ATTRIBUTES, described.get("attributes", {}))
+    return {name for name in stored if name in weights.parameters}
 
 
-def _kept(weights: Weights) -> dict[str, torch.Tensor]:
-    trained = weights.trainable()
+def _kept(weights: Weights, trained: Collection[str]) -> dict[str, torch.Tensor]:
     return {
         name: tensor
         for name, tensor in weights.tensors().items()

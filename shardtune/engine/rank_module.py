@@ -17,7 +17,7 @@ from transformers import GenerationMixin
 
 from shardtune.config.rank_layout import Layout
 from shardtune.engine.attributes import Attributes
-from shardtune.engine.checkpoint import is_saved_state, load_state, save_state
+from shardtune.engine.checkpoint import is_saved_state, load_state, save_state, trained_names
 from shardtune.engine.cuda_alias import PrintedDevice
 from shardtune.engine.full_state import full_state, is_weight_directory, load_directory, save_directory
 from shardtune.engine.generation import let_generate
@@ -152,6 +152,7 @@ class RankModule:
         with self._as_printed():
             self._module.on_weights_materialized()
         self._adopt_added()
+        self._trained = trained_names(self._module, self._weights)  # grows: what is frozen later is saved all the same
         self._weights.copy_masters_to_model()
 
     def _reach(self, *_: object) -> None:
@@ -347,12 +348,14 @@ class RankModule:
 
     def save(self, folder: str) -> None:
         self.wake()
-        save_state(Path(folder), self._module, self._weights, self._attributes)
+        self._trained |= trained_names(self._module, self._weights)
+        save_state(Path(folder), self._module, self._weights, self._attributes, self._trained)
 
     def load(self, folder: str) -> None:
         self.wake()
         if is_saved_state(Path(folder)) or not is_weight_directory(Path(folder)):
-            load_state(Path(folder), self._module, self._weights, self._attributes)
+            now = self._trained | trained_names(self._module, self._weights)
+            self._trained = now | load_state(Path(folder), self._module, self._weights, self._attributes, now)
         else:
             load_directory(self._module, self._weights, Path(folder))
 

@@ -91,6 +91,43 @@ def test_attributes_are_saved_and_loaded_in_any_layout(keeping, two_ranks: Train
     assert alone.kept()[0][3:] == pytest.approx(again[3:], abs=1e-10)
 
 
+class Phases(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    """Trains its layers, then freezes them; later also what was frozen at first."""
+
+    def on_weights_materialized(self) -> None:
+        self.model.norm.requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def step(self, rows: list[list[int]]) -> None:
+        self(torch.tensor(rows)).logits.logsumexp(-1).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def turn(self, layers: bool, norm: bool) -> None:
+        self.model.layers.requires_grad_(layers)
+        self.model.norm.requires_grad_(norm)
+
+
+def test_what_is_frozen_later_is_saved(model: Path, two_ranks: TrainEngine, tmp_path: Path) -> None:
+    with shardtune.init_empty_weights():
+        made = Phases.from_pretrained(model)
+    with TrainEngine(made).build(colocate_with=two_ranks, take_turns=False) as engine:
+        begun = dict(engine.named_tensors())
+        engine.step(NeedParallel(SAMPLES[:4]))
+        engine.turn(False, True)
+        engine.step(NeedParallel(SAMPLES[:4]))
+        engine.turn(False, False)
+        engine.save(tmp_path / "state")
+        engine.step(NeedParallel(SAMPLES[:4]))  # changes the embeddings alone
+        engine.load(tmp_path / "state")
+        wanted = dict(engine.named_tensors())
+    assert [name for name, tensor in wanted.items() if torch.equal(tensor, begun[name])] == []
+    alone = TrainEngine(made).build()
+    alone.load(tmp_path / "state")
+    found = dict(alone.named_tensors())
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 # -- Values that cannot travel -----------------------------------------------------------------------------------------
 
 
