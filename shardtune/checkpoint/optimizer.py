@@ -91,6 +91,11 @@ class OptimizerDescription(TypedDict):
     groups: list[SavedGroup]
 
 
+OPTIONAL_STATES = (
+    ("amsgrad", "max_exp_avg_sq", "exp_avg_sq"), ("centered", "grad_avg", "square_avg"),
+    ("momentum", "momentum_buffer", "square_avg"),
+)  # fmt: skip
+"""Options of torch's optimizers, the state that each needs, and one that is there without it (SGD makes its later)."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
 
@@ -159,6 +164,7 @@ def load_optimizer_tensors(
     """
     _check_parameters(optimizer, names, description, path)
     _check_state_dtype(optimizer, description, path)
+    _check_states(optimizer, names, description, keep, path)
     tensors: dict[str, torch.Tensor] = {}
     state = {}
     for group in optimizer.param_groups:
@@ -305,6 +311,24 @@ def _check_state_dtype(optimizer: Optimizer, description: OptimizerDescription, 
             where=str(path),
             remedy=f"set actor.optim.state_dtype: {', '.join(sorted(saved))}, or start another run",
         )
+
+
+def _check_states(
+    optimizer: Optimizer, names: Names, description: OptimizerDescription, keep: Collection[str], path: str | Path
+) -> None:
+    """Refuse options of torch's optimizers for which a saved parameter lacks a state; a step would look for it."""
+    held = [(group, names[parameter]) for group in optimizer.param_groups for parameter in group["params"]]
+    for group, name in held:
+        saved = description["state"].get(name, {})
+        for option, state, beside in OPTIONAL_STATES:
+            if option in keep and group.get(option) and beside in saved and state not in saved:
+                raise CheckpointError(
+                    f"the optimizer's {option} = {group[option]} needs a state {state!r}, which the checkpoint lacks "
+                    f"for {name}",
+                    where=str(path),
+                    remedy=f"put actor.optim.args.{option} back, or begin another run with the weights of this one as "
+                    "actor.model.model_path",
+                )
 
 
 def _scales(

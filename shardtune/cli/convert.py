@@ -41,8 +41,7 @@ def write_recipe(
         raise ConfigError(
             f"{to} cannot be written: there is no folder {to.parent}", where="--output", remedy="make the folder"
         )
-    given = read_command_line(words)
-    found = convert(given.file, trainer, flags=given.values, launch=given.launch, to=to, world_size=world_size)
+    found = convert(read_command_line(words), trainer, to=to, world_size=world_size)
     if to is None:
         typer.echo(printable(found.recipe), nl=False)
         typer.echo(printable(found.report), err=True)

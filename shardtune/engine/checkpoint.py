@@ -25,9 +25,8 @@ MODEL, OPTIMIZERS, ATTRIBUTES, STATE = "model", "optimizers", "attributes", "eng
 
 def trained_names(module: nn.Module, weights: Weights) -> set[str]:
     """The names of the parameters that are trained now, and of those for which an optimizer has a state already."""
-    names = _names(weights)
-    states = [optimizer.state for optimizer in optimizers_of(module).values()]
-    return {names[held] for state in states for held in state if held in names} | weights.trainable().keys()
+    states = {parameter for optimizer in optimizers_of(module).values() for parameter in optimizer.state}
+    return {name for name, parameter in weights.parameters.items() if parameter in states} | weights.trainable().keys()
 
 
 def save_state(

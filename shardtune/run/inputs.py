@@ -154,7 +154,7 @@ def check_same_teacher(run_dir: Path, recipe: Recipe) -> None:
     """
     path = recipe.actor.teacher.model_path
     recorded: Mapping[str, Sequence[Sequence[str]]] = read_manifest(run_dir).get("inputs", {})
-    allowed = any(f"{TEACHER}.".startswith(f"{name}.") for name in recipe.runner.allow_changes)
+    allowed = recipe.runner.allows(TEACHER)
     if path is None or TEACHER not in recorded or allowed:
         return
     found = contents(Path(path)).items() if Path(path).is_absolute() else ()
@@ -171,7 +171,7 @@ def check_same_teacher(run_dir: Path, recipe: Recipe) -> None:
 
 def check_finished(run_dir: Path, recipe: Recipe, objects: Objects) -> list[str]:
     """Refuse the result of a finished run for inputs that it was not made from; returns notes on the permitted ones."""
-    refused, notes, allowed = list[str](), list[str](), recipe.runner.allow_changes
+    refused, notes = list[str](), list[str]()
     keys, recorded = list[str](), read_manifest(run_dir).get("inputs", {}).get(TRAIN_DATA, [])
     whole = any(content is not None and not content.startswith(OUTLINE) for _, content in recorded)
     now = run_inputs(recipe, objects, object_inputs(recipe, objects), whole=whole)
@@ -183,7 +183,7 @@ def check_finished(run_dir: Path, recipe: Recipe, objects: Objects) -> list[str]
         changed[TRAIN_DATA] = found
     for key, changes in changed.items():
         lines = [f"{key}: {change}" for change in _shortened(changes)]
-        if any(f"{key}.".startswith(f"{name}.") for name in allowed):
+        if recipe.runner.allows(key):
             notes += [f"{line} (allowed by runner.allow_changes)" for line in lines]
         else:
             refused += lines

@@ -42,7 +42,7 @@ def train_on_this_machine(
             candidates = () if plan.resume_from is None else (plan.resume_from, *plan.older)
             readable = [path for path in candidates if damaged_file(path, STATE_FILE) is None]
             if readable:  # the ranks choose a checkpoint; each is of the same data
-                check_same_data(readable[0], worker.task, recipe.runner.allow_changes)
+                check_same_data(readable[0], worker.task, recipe.runner)
                 check_same_teacher(readable[0].resolve().parent.parent, recipe)
             del worker
     with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:

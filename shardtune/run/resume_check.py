@@ -8,7 +8,7 @@ from pathlib import Path
 from shardtune.checkpoint.training_state import read_training_state
 from shardtune.config import Recipe, flatten
 from shardtune.config.environment import is_value
-from shardtune.config.schema import present_key
+from shardtune.config.schema import RunnerConfig, present_key
 from shardtune.config.shown import as_written
 from shardtune.config.tree import get_value
 from shardtune.errors import CheckpointError
@@ -93,7 +93,6 @@ def check_changes(
             now.pop(one, None)
         if not same:
             before[key], now[key] = f"what {old.references.get(key)} was", str(recipe.references.get(key, "a value"))
-    allowed = recipe.runner.allow_changes
     refused, notes = [], []
     for key in sorted(before.keys() | now.keys()):
         was, is_now = before.get(key), now.get(key)
@@ -103,7 +102,7 @@ def check_changes(
             notes.append(f"{key}: moved to {as_written(is_now)}")
         elif key in LARGER and has_grown(key, old, recipe):
             notes.append(f"{key}: {as_written(was)} -> {as_written(is_now)}; the schedule's horizon moves with it")
-        elif any(key == name or key.startswith(name + ".") for name in allowed):
+        elif recipe.runner.allows(key):
             notes.append(f"{key}: {as_written(was)} -> {as_written(is_now)} (allowed by runner.allow_changes)")
         else:
             refused.append(f"{key}: {as_written(was)} -> {as_written(is_now)}")
@@ -137,22 +136,22 @@ def _moved(was: object, now: object) -> bool:
     return old.is_absolute() and new.is_absolute() and same_name and not old.exists() and new.exists()
 
 
-def check_same_data(checkpoint: Path, task: Task, allowed: Sequence[str]) -> None:
+def check_same_data(checkpoint: Path, task: Task, runner: RunnerConfig) -> None:
     """Refuse to continue on data that differs from what a checkpoint was trained on.
 
     Args:
         checkpoint: its state holds the hashes of its data files.
         task: has the current hashes, and takes over what the checkpoint holds of files that are the same.
-        allowed: `runner.allow_changes`.
+        runner: the changes that are allowed.
     """
     before = read_training_state(checkpoint)["data_files"]
     task.recall_files(before)
     files = task.data_files()
     changed = data_changes(before, files)
-    if not changed or "data.train_data_paths" in allowed:
+    if not changed or runner.allows("data.train_data_paths"):
         return
     key = "data.train_data_paths" if data_changes(_without(before), _without(files)) else "data.quarantine"
-    if key in allowed:
+    if runner.allows(key):
         return
     raise CheckpointError(
         "the training data is not what this run was trained on so far:\n    " + "\n    ".join(changed),

@@ -234,6 +234,36 @@ def test_other_parameters_are_refused_by_name(tmp_path: Path) -> None:
     assert not frozen.state
 
 
+@pytest.mark.parametrize(
+    ("kind", "before", "now", "state"),
+    [
+        ("AdamW", {}, {"amsgrad": True}, "max_exp_avg_sq"),
+        ("RMSprop", {}, {"centered": True}, "grad_avg"),
+        ("RMSprop", {}, {"momentum": 0.5}, "momentum_buffer"),
+        ("SGD", {}, {"momentum": 0.5}, None),
+        ("AdamW", {"amsgrad": True}, {}, None),
+    ],
+)
+def test_options_without_their_state_are_refused(
+    tmp_path: Path, kind: str, before: dict[str, Any], now: dict[str, Any], state: str | None
+) -> None:
+    """What torch makes later by itself (momentum of SGD), or no longer needs, is none of them."""
+    model, _ = build(kind)
+    made = getattr(torch.optim, kind)
+    optimizer = made(model.parameters(), lr=0.05, **before)
+    step(model, optimizer, 0)
+    description = json.loads(save(tmp_path, model, optimizer))
+    other = made(model.parameters(), lr=0.05, **now)
+    keep = other.param_groups[0].keys()
+    if state is None:
+        load_optimizer_tensors(tmp_path, other, names_of(model), description, keep=keep)
+        step(model, other, 1)
+        return
+    with pytest.raises(CheckpointError, match=rf"{next(iter(now))} = .* needs a state '{state}'.* for 0\.weight"):
+        load_optimizer_tensors(tmp_path, other, names_of(model), description, keep=keep)
+    assert not other.state
+
+
 def test_state_that_json_cannot_hold_is_refused() -> None:
     model, optimizer = build("SGD")
     optimizer.state[model[0].weight]["thing"] = object()

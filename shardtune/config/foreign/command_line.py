@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -29,6 +30,10 @@ MODULES = {
 """The launchers that Python runs as modules."""
 PROGRAMS = ("trl", "sft", "llamafactory-cli", "train", "axolotl")
 SCRIPTS = "trl.scripts."
+TUNE = ["tune", "run"]
+"""torchtune's command: options of torchrun, one of its recipes, `--config FILE`, and keys of the file (`lr=1e-5`)."""
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+"""A word before a command that sets a variable of its environment."""
 OFF = "no_"
 
 
@@ -40,11 +45,15 @@ class CommandLine:
         file: a configuration, whose keys `values` change; None: there is none.
         values: of the flags, by name with underscores.
         launch: what the program was started with; None: nothing.
+        keys: dotted keys that replace those of the file.
+        environment: the variables that were set for the command, by name.
     """
 
     file: Path | None
-    values: dict[str, object]
-    launch: Launch | None
+    values: Mapping[str, object] = field(default_factory=dict)
+    launch: Launch | None = None
+    keys: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_command_line(words: Sequence[str]) -> CommandLine:
@@ -54,8 +63,12 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     `HfArgumentParser` reads them.
 
     Raises:
-        ConfigError: a flag is given twice, there are two files, or the command is one of TRL's that does not fine-tune.
+        ConfigError: a flag is given twice, there are two files, or the command is one of TRL's or torchtune's that
+            does not fine-tune.
     """
+    environment, words = _environment(words)
+    if words[:2] == TUNE:
+        return replace(_tune(words[2:]), environment=environment)
     launch, given = _launcher(words)
     if given[:1] == ["trl"] and len(given) > 1 and not given[1].startswith("-") and given[1] not in PROGRAMS:
         raise _no_fine_tuning(given[1])
@@ -65,7 +78,43 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         files.append(str(values.pop("config")))
     if len(files) > 1:
         raise ConfigError(f"one configuration is converted, not {' and '.join(files)}", where="shardtune convert")
-    return CommandLine(Path(files[0]) if files else None, values, launch)
+    return CommandLine(Path(files[0]) if files else None, values, launch, environment=environment)
+
+
+def _environment(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The variables that are set in front of a command, and its words."""
+    first = int(words[:1] == ["env"])
+    last = next((place for place, word in enumerate(words[first:], first) if not ASSIGNMENT.match(word)), first)
+    pairs = (word.partition("=") for word in words[first:last])
+    return {name: value for name, _, value in pairs}, [*words[last:]]
+
+
+def _tune(words: Sequence[str]) -> CommandLine:
+    """The words after `tune run`."""
+    options, rest = _options("torchrun", words)
+    recipe, given = "".join(rest[:1]), [*rest[1:]]
+    if "finetune" not in recipe and not recipe.endswith(".py"):
+        raise ConfigError(
+            f"tune run {recipe} is no supervised fine-tuning" if recipe else "the recipe of tune run is missing",
+            where="tune run",
+            remedy="give tune run full_finetune_single_device --config FILE, or one of the others that fine-tune",
+        )
+    place = next((place for place, word in enumerate(given) if word.partition("=")[0] in ("--config", "-c")), None)
+    if place is None or (given[place] in ("--config", "-c") and place + 1 == len(given)):
+        raise ConfigError("it has no --config", where=f"tune run {recipe}", remedy="add --config FILE")
+    flag, _, name = given.pop(place).partition("=")
+    file = Path(name or given.pop(place))
+    if not file.suffix and not file.exists():
+        raise ConfigError(
+            f"{file} is a configuration inside of torchtune",
+            where=f"tune run {recipe} {flag} {file}",
+            remedy=f"copy it with tune cp {file} config.yaml, and name that file",
+        )
+    for word in given:
+        if "=" not in word or word.startswith("-"):
+            raise ConfigError(f"{word} is no key=value", where=f"tune run {recipe}", remedy="put it into the file")
+    pairs = (word.partition("=") for word in given)
+    return CommandLine(file, {}, Launch("torchrun", options, "tune run"), {key: _read(text) for key, _, text in pairs})
 
 
 def _no_fine_tuning(command: str) -> ConfigError:

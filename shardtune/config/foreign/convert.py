@@ -10,7 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardtune.config.foreign import halos, trl
-from shardtune.config.foreign.conversion import Conversion
+from shardtune.config.foreign.command_line import CommandLine
+from shardtune.config.foreign.conversion import Conversion, Kind, Outcome
 from shardtune.config.foreign.launch import Launch, Started, apply, precision_of, started
 from shardtune.config.foreign.launch_keys import ACCELERATE
 from shardtune.config.foreign.model_type import model_type
@@ -18,7 +19,7 @@ from shardtune.config.foreign.trainers import TRAINERS, OtherTrainer, recognise
 from shardtune.config.foreign.written import recipe_text, report_text
 from shardtune.config.loading import load_recipe
 from shardtune.config.recipe_file import read_file
-from shardtune.config.tree import get_value
+from shardtune.config.tree import copied, get_value, set_value
 from shardtune.errors import ConfigError
 
 HALOS = "halos"
@@ -43,30 +44,27 @@ class Converted:
 
 
 def convert(
-    file: Path | None,
+    given: CommandLine,
     trainer: str | None = None,
     *,
-    flags: Mapping[str, object] | None = None,
-    launch: Launch | None = None,
     to: Path | None = None,
     world_size: int | None = None,
 ) -> Converted:
     """Convert a configuration; writes nothing.
 
     Args:
-        file: YAML or JSON; None: `flags` are all there is.
+        given: a file in YAML or JSON, flags and keys that replace its keys, and what the run was started with.
         trainer: a word of `FROM`; None: recognised by its keys.
-        flags: of the command line, by name; they replace keys of the file.
-        launch: what the run was started with; None: not known.
         to: the file of the recipe, whose folder its paths start at; None: the working directory.
-        world_size: the number of processes that the configuration was run with; None: as `launch` has it, otherwise one
-            is assumed.
+        world_size: the number of processes that the configuration was run with; None: as its launcher has it,
+            otherwise one is assumed.
 
     Raises:
         ConfigError: a file cannot be read, is of no known trainer, or is no supervised fine-tuning.
     """
+    file = given.file
     shown = COMMAND_LINE if file is None else file.name
-    tree = _resolved({**({} if file is None else read_file(file).tree), **(flags or {})}, str(file or shown))
+    tree = _resolved(_tree(given), str(file or shown))
     word = trainer or recognise(tree) or _halos(tree)
     known = FROM.get(word) if word is not None else None
     if known is None:
@@ -79,18 +77,34 @@ def convert(
         )
     folder = (to.expanduser().resolve() if to is not None else Path.cwd() / "recipe.yaml").parent
     source = Path.cwd() if file is None else file.expanduser().resolve().parent
-    found = _started(launch, tree, known.name)
+    found = _started(given.launch, tree, known.name)
     size = found.processes if world_size is None and found is not None else world_size
     c = Conversion(known.name, tree, source, folder, size, "" if found is None else precision_of(found))
     known.convert(c)
     c.translate(known.table)
     if found is not None:
         apply(c, found, is_counted=world_size is None)
+    for name, value in given.environment.items():
+        variable = f"{name} (environment)"
+        c.outcomes[variable] = Outcome(variable, value, Kind.MISSING, "set it in front of shardtune train, too")
     model_type(c)
     if word != HALOS:
         _ranks(c, None if world_size is not None else found)
     _check(c)
     return Converted(recipe_text(c, shown), report_text(c, shown), c)
+
+
+def _tree(given: CommandLine) -> dict[str, object]:
+    """The keys of the file with what replaces them."""
+    tree = {**({} if given.file is None else copied(read_file(given.file).tree)), **given.values}
+    for name, value in given.keys.items():
+        try:
+            set_value(tree, name, value)
+        except TypeError as error:
+            raise ConfigError(
+                f"{name}={value} sets a key below one that is no section", where=str(given.file), remedy="leave it out"
+            ) from error
+    return tree
 
 
 def _started(launch: Launch | None, tree: Mapping[str, object], trainer: str) -> Started | None:

@@ -198,6 +198,11 @@ class RunnerConfig(Section):
     collective_timeout: Count = key(
         1800, "Seconds that a rank waits in a collective for the others, before torch ends it with an error."
     )
+
+    def allows(self, changed: str) -> bool:
+        """Whether `allow_changes` names a key, by its dotted name, or what the key is below."""
+        return any(f"{changed}.".startswith(f"{name}.") for name in self.allow_changes)
+
     callbacks: Annotated[list[FunctionInFile], Distinct] = key(
         [],
         "Your classes that receive the run's events and may request a stop, a save or an evaluation: [file.py:Class].",

@@ -163,7 +163,7 @@ class DataPosition:
         if "spikes" in state and self.anomalies.spikes is not None:
             self.anomalies.spikes.restore(state["spikes"])
         if isinstance(saved, Mapping):
-            allowed = "data.train_data_paths" in self._runner.allow_changes
+            allowed = self._runner.allows("data.train_data_paths")
             self.loader.load_state_dict(saved, self.state, allow_changed=allowed)
         self.steps = self.loader.steps(self.state)
 

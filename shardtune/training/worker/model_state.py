@@ -398,7 +398,7 @@ class ModelState:
                 where=str(checkpoint),
                 remedy="put actor.model.lora.init back: it matters at the beginning of a run alone",
             )
-        allowed = any(f"{key}.".startswith(f"{name}.") for name in self._recipe.runner.allow_changes)
+        allowed = self._recipe.runner.allows(key)
         if not comparable or saved.get("hash") == own.get("hash") or allowed:
             return
         raise CheckpointError(

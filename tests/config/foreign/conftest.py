@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.convert import Converted, convert
 
 SOURCES = Path(__file__).parent / "sources"
@@ -45,7 +46,7 @@ def of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Convert
     def make(trainer: str, world_size: int | None = 1, **changes: Any) -> Converted:
         file = tmp_path / "source.yaml"
         file.write_text(yaml.safe_dump({**SMALLEST[trainer], **changes}))
-        return convert(file, trainer, world_size=world_size)
+        return convert(CommandLine(file), trainer, world_size=world_size)
 
     return make
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shardtune.config import load_recipe
 from shardtune.config.foreign.command_line import CommandLine, read_command_line
 from shardtune.config.foreign.launch import started
 from shardtune.errors import ConfigError
@@ -44,6 +45,9 @@ FLAGS = "--model_name_or_path me/model --dataset_name me/rows"
         ("deepspeed -H hosts --num_gpus 4 sft.py", None, {}, None),
         ("deepspeed -i localhost:0,1,3 sft.py", None, {}, 3),
         ("deepspeed --include worker-0@worker-1:0,2 sft.py", None, {}, None),
+        ("env A=1 B_2= torchrun --nproc_per_node 2 sft.py --seed 1", None, {"seed": 1}, 2),
+        ("tune run --nproc_per_node 2 lora_finetune_distributed --config a.yaml", "a.yaml", {}, 2),
+        ("tune run full_finetune_single_device --config=a.yaml", "a.yaml", {}, 1),
         ("deepspeed --exclude localhost:0 --num_gpus 4 sft.py", None, {}, None),
     ],
 )
@@ -71,11 +75,41 @@ def test_commands_of_trl_that_do_not_fine_tune_are_refused(typed: str, command: 
         ("--seed 1 --seed 2", "--seed is given twice"),
         ("a.yaml b.yaml", "one"),
         ("torchrun --nnodes 1 --nnodes=2 sft.py", "--nnodes is given twice"),
+        ("tune run lora_dpo_single_device --config a.yaml", "no supervised fine-tuning"),
+        ("tune run", "the recipe of tune run is missing"),
+        ("tune run full_finetune_distributed a.yaml", "it has no --config"),
+        ("tune run full_finetune_distributed --config", "it has no --config"),
+        ("tune run full_finetune_distributed --config llama3/8B_full", "tune cp llama3/8B_full"),
+        ("tune run full_finetune_distributed --config a.yaml ~lr", "~lr is no key=value"),
     ],
 )
 def test_contradictions_are_refused(typed: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_command_line(shlex.split(typed))
+
+
+def test_variables_and_keys_of_a_command_are_read() -> None:
+    words = "tune run full_finetune_distributed --config a.yaml optimizer.lr=1e-5 epochs=2"
+    found = read_command_line(shlex.split(f"CUDA_VISIBLE_DEVICES=0,1 A='b c=d' {words}"))
+    assert found.environment == {"CUDA_VISIBLE_DEVICES": "0,1", "A": "b c=d"}
+    assert found.keys == {"optimizer.lr": 1e-5, "epochs": 2}
+
+
+def test_a_command_of_torchtune_becomes_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tune.yaml").write_text(
+        "optimizer: {_component_: torch.optim.AdamW, lr: 1e-3}\nepochs: 1\nbatch_size: 2\n"
+        "gradient_accumulation_steps: 2\nmodel: {_component_: torchtune.models.qwen2_5.qwen2_5_0_5b}\n"
+        "dataset: {_component_: torchtune.datasets.chat_dataset, source: me/rows}\n"
+    )
+    words = "WANDB_PROJECT=x tune run --nproc_per_node 2 full_finetune_distributed --config tune.yaml optimizer.lr=2e-5"
+    ended = run_cli("convert", "-o", "recipe.yaml", *shlex.split(words), "epochs=3")
+    assert ended.code == 0, ended.err
+    made = load_recipe("recipe.yaml", in_memory=("actor.model.model_path",), files_must_exist=False)
+    assert (made.actor.optim.lr, made.runner.max_epochs, made.actor.global_batch_size) == (2e-5, 3, 8)
+    assert "WANDB_PROJECT (environment): x  ->  set it in front of shardtune train, too" in ended.out
+    ended = run_cli("convert", *shlex.split(words), "epochs.more=3")
+    assert (ended.code, "epochs.more=3 sets a key below one that is no section" in ended.err) == (2, True)
 
 
 def test_a_command_becomes_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

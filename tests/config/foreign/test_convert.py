@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from shardtune.config import load_recipe
+from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.convert import convert
 from shardtune.config.foreign.trainers import TRAINERS
@@ -23,7 +24,7 @@ from tests.support.workspace import run_cli
 def test_every_key_has_an_outcome_and_the_recipe_loads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(SOURCES)
     target = tmp_path / "recipe.yaml"
-    found = convert(Path(name), to=target)
+    found = convert(CommandLine(Path(name)), to=target)
     conversion = found.conversion
     assert conversion.trainer == FILES[name]
     assert set(conversion.outcomes) == set(conversion.given)
@@ -45,7 +46,7 @@ def test_every_key_has_an_outcome_and_the_recipe_loads(name: str, tmp_path: Path
 
 def test_the_recipe_is_read_as_it_is_meant(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(SOURCES)
-    lines = convert(Path("axolotl.yaml"), world_size=4).conversion.lines
+    lines = convert(CommandLine(Path("axolotl.yaml")), world_size=4).conversion.lines
     assert {key: line.value for key, line in lines.items() if key.startswith(("actor", "data"))} == {
         "actor.micro_batch_size": None,
         "actor.max_tokens_per_micro_batch": 128,
@@ -115,9 +116,9 @@ def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"not recognised(.|\n)*--from trl, axolotl, llama-factory, torchtune or halos"
     ):
-        convert(tmp_path / "x.yaml")
+        convert(CommandLine(tmp_path / "x.yaml"))
     with pytest.raises(ConfigError, match="nemo is not a known trainer"):
-        convert(tmp_path / "x.yaml", "nemo")
+        convert(CommandLine(tmp_path / "x.yaml"), "nemo")
 
 
 def test_the_tokens_of_a_packed_step_and_the_rows_of_another(of):

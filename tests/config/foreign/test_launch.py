@@ -50,7 +50,7 @@ def of(typed: str, world_size: int | None = None, **files: dict[str, object]) ->
     for name, content in files.items():
         Path(f"{name}.yaml").write_text(yaml.safe_dump(content))
     given = read_command_line(shlex.split(typed))
-    return convert(given.file, flags=given.values, launch=given.launch, world_size=world_size)
+    return convert(given, world_size=world_size)
 
 
 def kinds(found: Converted) -> dict[str, Kind]:
