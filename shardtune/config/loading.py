@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -346,9 +346,12 @@ def _place(loc: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
 
 
 def _field_inside(dotted: str, inside: tuple[int | str, ...]) -> FieldInfo:
-    """The field of an entry inside a list, otherwise the key's own."""
+    """The field of an entry inside a list, of a value inside a mapping, otherwise the key's own."""
     entry = ENTRY_TYPES.get(dotted)
     names = [part for part in inside if isinstance(part, str)]
+    annotation = KEYS[dotted].field.annotation
+    if names and get_origin(annotation) is dict:
+        return FieldInfo.from_annotation(get_args(annotation)[names[-1] != "[key]"])
     return entry.model_fields.get(names[-1], KEYS[dotted].field) if entry and names else KEYS[dotted].field
 
 

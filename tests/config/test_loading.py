@@ -91,6 +91,7 @@ def test_numbers_as_people_write_them(load_text, text, expected):
         ("actor: {optim: {lr_scheduler: cosin}}", "actor.optim.lr_scheduler: 'cosin'"),
         ("actor: {optim: {decay_ratio: 0}}", "actor.optim.decay_ratio: 0"),
         ("actor: {optim: {groups: [{pattern: '(', lr: 1}]}}", "actor.optim.groups[0].pattern: '('"),
+        ("actor: {model: {lora: {rank_pattern: {q_proj: 0}}}}", "remedy: allowed: a whole number >= 1"),
         ("actor: {global_batch_size: 2.5}", "actor.global_batch_size: 2.5"),
         ("actor: {global_batch_size: 32.0}", "actor.global_batch_size: 32.0"),
         ("actor: {micro_batch_size: -3}", "actor.micro_batch_size: -3"),
@@ -339,15 +340,10 @@ def test_flatten_gives_dotted_keys():
     assert flatten(tree) == {"a.b": 1, "a.c.d": [1, {"e": 2}], "f": {}, "g": None}
 
 
-def test_importing_the_config_is_quick_and_leaves_the_heavy_parts_out():
-    code = (
-        "import sys, time; start = time.process_time(); import shardtune.config; "
-        "print(time.process_time() - start, *{'torch', 'hydra', 'transformers'} & set(sys.modules))"
-    )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    results = [run.stdout.split() for run in runs]
-    assert [heavy for _, *heavy in results] == [[], [], []]
-    assert min(float(seconds) for seconds, *_ in results) < 0.6  # half as much on a quiet machine
+def test_importing_the_config_leaves_the_heavy_parts_out():
+    code = "import sys; import shardtune.config; print(*{'torch', 'hydra', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_a_recipe_that_a_program_wrote_as_json_keeps_its_emoji(tmp_path: Path) -> None:
