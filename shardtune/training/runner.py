@@ -44,6 +44,7 @@ from shardtune.training.recovery import Recovery, load_first, replay_command
 from shardtune.training.run_files import RunFiles
 from shardtune.training.saver import Saver, UnfitWeights, on_main
 from shardtune.training.step import TRAIN_METRICS
+from shardtune.training.worker.assigned_methods import refuse_assigned_methods
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.reported import check_worker_monitors, evaluation_method, training_method
 from shardtune.training.worker.run_context import RunContext
@@ -139,6 +140,7 @@ class SFTRunner:
         actor = self._actor
         on_main(self._ranks, lambda: check_logger(self._recipe.runner.logger))
         actor.setup(self._context)
+        refuse_assigned_methods(actor)
         self._model, self._position, self._evaluates = actor.state, actor.position, actor.evaluates
         self._run_training, self._run_eval = training_method(actor), evaluation_method(actor)
         check_worker_monitors(actor)
