@@ -145,8 +145,13 @@ def _checked_plan(folder: Path, index: TensorIndex, tensors: Mapping[str, torch.
 
 
 def stored_names(path: str | Path) -> list[str]:
-    """The names of the tensors saved in a folder, sorted."""
-    return sorted(TensorIndex.of(Path(path)).tensors)
+    """The names of the tensors saved in a folder, sorted.
+
+    Raises:
+        CheckpointError: its index cannot be read.
+    """
+    with _readable(Path(path)):
+        return sorted(TensorIndex.of(Path(path)).tensors)
 
 
 class StoredTensors:
