@@ -16,7 +16,7 @@ from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import Row, RowError, caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
-from shardtune.data.images.rows import image_parts, with_places
+from shardtune.data.images.rows import image_parts, listed_images, with_places
 from shardtune.data.json_rows import DECODER, RepeatedKeyError
 from shardtune.data.row_formats import ARGUMENTS, read_arguments
 from shardtune.data.row_prompts import PROMPT_KEYS, read_row_prompt
@@ -96,8 +96,7 @@ def _row(line: bytes, where: str) -> Row:
 def _question(row: Row, where: str, number: int) -> Question:
     try:
         found = read_row_prompt(row)
-        images = row.get("images") or row.get("image") or []
-        images = images if isinstance(images, list) else [images]
+        images = listed_images(row)
         prompt = found.prompt
         if not isinstance(prompt, str):
             prompt = with_places(prompt, images)

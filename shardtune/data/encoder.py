@@ -110,6 +110,15 @@ class Encoder(Protocol):
         ...
 
 
+@runtime_checkable
+class NamesUnread(Protocol):
+    """An encoder that knows which keys of a row it does not look at."""
+
+    def unread(self, row: Row) -> Sequence[str]:
+        """These keys of a row that can be encoded."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class FrameOptions:
     """How robot data become rows: one per frame.

@@ -15,6 +15,7 @@ from shardtune.data.loader.step_loader import BatchMaker
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.recipe_hooks import OF_ANSWERS, OF_LOSSES
 from shardtune.parallel.ranks import Ranks
+from shardtune.training.early_stopping import told_direction
 
 BLOCK_MICRO_BATCHES = 16
 """Micro-batches per rank that are dealt together: enough to balance ranks, few enough to keep memory flat."""
@@ -100,21 +101,27 @@ def summarize(sums: Mapping[str, Metric], token_term: str | None = None) -> dict
 
 
 def check_monitors(config: RunnerConfig, known: Collection[str] | None) -> None:
-    """Refuse a monitor that is no metric of any evaluation.
+    """Refuse a monitor that is no metric of any evaluation, or whose name does not say which values are better.
 
     Args:
         config: names the monitors of early stopping and the best checkpoint.
         known: the names of all metrics; None if they are known only after the first evaluation.
     """
-    watched = {
-        "best": config.best.monitor,
-        "early_stop": config.early_stop.monitor if config.early_stop.enabled else None,
-    }
-    for section, monitor in watched.items():
-        if monitor is None or known is None or monitor in known:
+    watched = {"best": config.best, "early_stop": config.early_stop if config.early_stop.enabled else None}
+    for section, watch in watched.items():
+        if watch is None or watch.monitor is None:
             continue
-        remedy = f"use one of {', '.join(sorted(known))}" if known else "give data.eval_data_paths or data.eval_split"
-        if monitor.rpartition("/")[2] in OF_ANSWERS:
-            remedy += "; answers are counted with eval.generate: true"
-        key = f"runner.{section}.monitor"
-        raise ConfigError(f"{key}: no evaluation of this run gives {monitor!r}", where=key, remedy=remedy)
+        monitor, key = watch.monitor, f"runner.{section}.monitor"
+        if known is not None and monitor not in known:
+            remedy = (
+                f"use one of {', '.join(sorted(known))}" if known else "give data.eval_data_paths or data.eval_split"
+            )
+            if monitor.rpartition("/")[2] in OF_ANSWERS:
+                remedy += "; answers are counted with eval.generate: true"
+            raise ConfigError(f"{key}: no evaluation of this run gives {monitor!r}", where=key, remedy=remedy)
+        if watch.mode == "auto" and monitor.startswith("eval/") and told_direction(monitor) is None:
+            raise ConfigError(
+                f"{key}: the name {monitor!r} does not say whether larger or smaller values are better",
+                where=key,
+                remedy=f"set runner.{section}.mode: max, or min",
+            )

@@ -192,6 +192,7 @@ def _registered_adapter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | Non
         adapter = VisionLanguageAction(
             loaded, processor, actions, representation=form, values=_values(config), **settings, make=make
         )
+        _check_of_frames(recipe, adapter)
     else:
         adapter = VisionLanguage(loaded, processor, **settings, make=make)
     if config.add_value_head and not isinstance(adapter, VisionLanguageAction):
@@ -230,7 +231,9 @@ def _vision_language_adapter(
         data=recipe.data,
         processor_path=recipe.actor.tokenizer.tokenizer_model,
     )
-    if not acts:
+    if isinstance(adapter, VisionLanguageAction):
+        _check_of_frames(recipe, adapter)
+    else:
         add_new_tokens(adapter.tokenizer, recipe.actor.added_tokens)
     check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.added_tokens)
     check_sizes(config, adapter.config, adapter.tokenizer, adapter.images)
@@ -341,6 +344,29 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
             f"{key}: the adapter {kind.__name__} does not read it",
             where=recipe.where(key),
             remedy=f"leave it out; or act on it in {kind.__name__} (self.recipe has it) and add reads = ({key!r},)",
+        )
+
+
+def _check_of_frames(recipe: Recipe, adapter: VisionLanguageAction) -> None:
+    """Refuse keys about conversations, which frames of robot data are not."""
+    data, prompt = recipe.data, adapter.actions.form.text
+    given = {
+        "data.system_prompt": data.system_prompt is not None,
+        "data.train_on": data.train_on != "assistant",
+        "data.thinking": data.thinking is not None,
+        "data.ignored_keys": bool(data.ignored_keys),
+        "data.on_prompt_mismatch": data.on_prompt_mismatch != "fail",
+        "data.chat_template": data.chat_template is not None and prompt is not None,
+        "data.template_kwargs": bool(data.template_kwargs) and prompt is not None,
+    }
+    for key in (key for key, is_given in given.items() if is_given):
+        why = "rows are frames of robot data, whose actions alone are trained"
+        if key in ("data.chat_template", "data.template_kwargs"):
+            why = f"prompts are written without a chat template, as {prompt!r:.80} (actor.model.action_prompt)"
+        raise ConfigError(
+            f"{key} has no effect: {why}",
+            where=recipe.where(key) or key,
+            remedy="leave it out; action_prompt sets the text before the actions",
         )
 
 

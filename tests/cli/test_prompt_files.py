@@ -50,6 +50,21 @@ def test_listed_images_without_places_go_where_training_has_them(tmp_path: Path)
     assert answered.prompt == open_ended.prompt == [{**ASKED, "content": "<image>Q"}, ANSWERED, ASKED]
 
 
+@pytest.mark.parametrize(
+    ("media", "says"),
+    [
+        ({"video": "a.mp4"}, "the row has video; of media this model takes images only"),
+        ({"images": ["a.png"], "audios": ["a.wav"]}, "the row has audios"),
+        ({"images": ["a.png"], "image": "b.png"}, "the row has both image and images"),
+    ],
+)
+def test_media_that_would_be_left_out_are_refused(media: dict[str, Any], says: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    write_rows(file, [{"prompt": "Q", **media}])
+    with pytest.raises(DataError, match=says):
+        read_prompts(file, InferenceRows())
+
+
 def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "Q"}\n{"prompt": "Q", "id": 1, "id": 2}\n')

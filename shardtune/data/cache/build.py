@@ -18,7 +18,7 @@ from shardtune.batch import Sample
 from shardtune.data.cache.entry import EncodedRow, EncodedRows, EntryWriter, Tally
 from shardtune.data.cache.fields import Kinds, kinds_of, require_same_kinds
 from shardtune.data.cache_directory import content_size
-from shardtune.data.encoder import Encoder, Row, RowDropped, RowError, bad_row, caused_by
+from shardtune.data.encoder import Encoder, NamesUnread, Row, RowDropped, RowError, bad_row, caused_by
 from shardtune.data.loader.prefetch import ProcessDied, computed_ahead
 from shardtune.data.progress import BuildProgress
 from shardtune.data.robot.frames import FrameRow
@@ -151,6 +151,8 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
     whole = task.encoder.encode(prepared)
     if task.source.is_text:
         tally.note_unread(unread_keys(given, task.source.format), number)
+    elif isinstance(task.encoder, NamesUnread):
+        tally.note_unread(task.encoder.unread(prepared), number)
     try:
         fitted = task.encoder.fit(whole)
     except RowDropped as dropped:

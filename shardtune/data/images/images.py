@@ -243,7 +243,25 @@ def _stored(value: object, folder: Path, hosts: Sequence[str]) -> tuple[ImageKin
     return _file(Path(value), folder)
 
 
+# Beside the image itself: its name, and what data sets note of it.
+_NOTES = ("type", "path", "name", "filename", "file_name", "format", "mode", "size", "width", "height", "id")
+_OF_REFERENCES = ("bytes", "path", "url", "image", "base64", "video", "seconds")
+
+
+def _check_keys(value: Mapping[str, object]) -> None:
+    """Refuse keys of a reference that would have no effect, such as limits of its size."""
+    for key, given in value.items():
+        as_ever = key == "detail" and given == "auto"
+        if key not in (*_NOTES, *_OF_REFERENCES) and not as_ever and given not in (None, "", []):
+            raise RowError(
+                f"an image has {key!r} ({given!r:.40}), which is not read: an image is as large as the processor makes "
+                "it (preprocessor_config.json of the model); data.transform leaves the key out"
+            )
+
+
 def _of_mapping(value: Mapping[str, object], folder: Path, hosts: Sequence[str]) -> tuple[ImageKind, bytes]:
+    if any(value.get(key) is not None for key in _OF_REFERENCES):
+        _check_keys(value)
     if value.get("video") is not None:
         file = str((folder / str(value["video"])).absolute())
         seconds = value.get("seconds", 0.0)

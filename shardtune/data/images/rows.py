@@ -52,11 +52,8 @@ def read_image_row(row: Row) -> tuple[Example, list[object]]:
     Raises:
         RowError: images and the places for them do not match, or the row holds another medium.
     """
-    other = [key for key in MEDIA_KEYS if key not in _KEYS and _is_given(row.get(key))]
-    if other:
-        raise RowError(f"the row has {other[0]}; of media this model takes images only")
     plain = {key: value for key, value in row.items() if key not in MEDIA_KEYS}
-    listed = _listed(row)
+    listed = listed_images(row)
     taken = _Taken(listed)
     for key in _SHOWN[recognise(plain).name]:
         if plain.get(key) is not None:
@@ -66,6 +63,26 @@ def read_image_row(row: Row) -> tuple[Example, list[object]]:
         taken.check()
     example = read_example(plain)
     return (_in_front(example, len(listed)), listed) if in_front else (example, taken.images)
+
+
+def listed_images(row: Row) -> list[object]:
+    """The images that a row lists. Raises `RowError` for one under two keys, and for other media."""
+    other = [key for key in MEDIA_KEYS if key not in _KEYS and _is_given(row.get(key))]
+    if other:
+        raise RowError(f"the row has {other[0]}; of media this model takes images only")
+    given = [key for key in _KEYS if _is_given(row.get(key))]
+    if not given:
+        return []
+    if len(given) == 2:
+        raise RowError("the row has both image and images")
+    value = row[given[0]]
+    if isinstance(value, str) and value.lstrip().startswith("["):  # as CSV files have lists
+        value = _parsed(value)
+    if isinstance(value, np.ndarray):
+        return list(value) if value.ndim == 4 else [value]
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+        return list(value)
+    return [value]
 
 
 def mark_images(messages: Sequence[Mapping[str, object]], images: Sequence[object] = ()) -> tuple[Chat, list[object]]:
@@ -121,22 +138,6 @@ def image_parts(text: str, images: Sequence[object]) -> list[dict[str, object]]:
 
 def _is_given(value: object) -> bool:
     return value is not None and not (isinstance(value, Sized) and len(value) == 0)
-
-
-def _listed(row: Row) -> list[object]:
-    given = [key for key in _KEYS if _is_given(row.get(key))]
-    if not given:
-        return []
-    if len(given) == 2:
-        raise RowError("the row has both image and images")
-    value = row[given[0]]
-    if isinstance(value, str) and value.lstrip().startswith("["):  # as CSV files have lists
-        value = _parsed(value)
-    if isinstance(value, np.ndarray):
-        return list(value) if value.ndim == 4 else [value]
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
-        return list(value)
-    return [value]
 
 
 def _parsed(text: str) -> object:
@@ -217,10 +218,22 @@ class _Taken:
             return self._text(text_of_part(part))
         if kind not in _PARTS:
             raise RowError(f"a content part of type {kind!r}; this model takes text and images")
-        source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
+        given = [key for key in _SOURCES if part.get(key) is not None]
+        source = part[given[0]] if given else None
+        is_frame = isinstance(part.get("video"), str)
+        known = {"type", *(("video", "seconds") if is_frame else (given or ["index"])[:1])}
+        unused = [key for key, value in part.items() if key not in known and value not in (None, [], "")]
+        # Data sets that have all parts in one form number the images of the row, those with a source too.
+        unused = [key for key in unused if not (key == "index" and given)]
+        unused = [key for key in unused if not (key == "detail" and part[key] == "auto")]
+        if unused:
+            raise RowError(
+                f"a content part of type {kind!r} has {unused[0]}, which is not read: it names an image, its index in "
+                "images, or neither (data.transform leaves the key out)"
+            )
         if source is None:
             index = part.get("index")
-            self._take(index if isinstance(index, int) else len(self._places))
+            self._take(len(self._places) if index is None else _whole(index))
         else:
             self.images.append(part if isinstance(part.get("video"), str) else source)
         return IMAGE_MARK
@@ -228,6 +241,15 @@ class _Taken:
     def _take(self, number: int) -> None:
         self._places.append(number)
         self.images += self._listed[number : number + 1]
+
+
+def _whole(index: object) -> int:
+    """The number of an image in the row's list."""
+    if isinstance(index, float) and index.is_integer():
+        index = int(index)
+    if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
+        return index
+    raise RowError(f"the index of an image is {index!r:.40}, not its number in images, from 0")
 
 
 def _is_pair(pair: object) -> bool:

@@ -42,6 +42,23 @@ def read_frames(
         yield RowChunk(rest, 1.0)
 
 
+_OF_WHOLE_ROWS = ("action_is_pad", "images", "dataset", "earlier")
+
+
+def unread_columns(chunks: Iterable[Chunk], columns: Mapping[str, str]) -> list[str]:
+    """The columns of a table's first row that frames are not made of.
+
+    Args:
+        chunks: the file's rows in file order.
+        columns: `data.columns`.
+    """
+    row = next((row for chunk in chunks for _, row in chunk.rows() if not isinstance(row, RowError)), {})
+    found = find_columns(tuple(row), columns)
+    idle = ("action",) if "actions" in found.named else _OF_WHOLE_ROWS
+    read = {name for role, name in found.named.items() if role not in idle} | set(found.cameras.values())
+    return [name for name in row if name not in read]
+
+
 @dataclass(frozen=True, slots=True)
 class _Frame:
     """One row; `problem` is the reason why it cannot be used."""

@@ -29,7 +29,7 @@ from shardtune.data.robot.recordings import (
     recording_splits,
 )
 from shardtune.data.robot.representation import Representation
-from shardtune.data.robot.tables import read_frames
+from shardtune.data.robot.tables import read_frames, unread_columns
 from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
 from shardtune.data.row_formats import (
     FORMATS_BY_NAME,
@@ -201,7 +201,7 @@ def resolve_sources(
         title, row = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
         is_text = frames is None and (name_format is None or isinstance(name_format, ChatTitle))
         sources.append(replace(source, title=title, is_text=is_text))
-        keys = unread_keys(row, source.format) if is_text else []
+        keys = unread_keys(row, source.format) if is_text else _unread_columns(source)
         unread = f"; not read: {hub.some_of(keys, _SHOWN_KEYS)}" if keys else ""
         report(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label}){unread}")
         images = unread_images(files[0].path, source.columns) if files[0].kind == LEROBOT else []
@@ -212,6 +212,14 @@ def resolve_sources(
         if files[0].kind in RECORDINGS:
             report(f"data: {name}: {recording_roles(files[0].kind, files[0].path, files[0].part, source.columns)}")
     return sources
+
+
+def _unread_columns(source: Source) -> list[str]:
+    """The columns of a table of frames that are not read; those of other robot data are named by their readers."""
+    file = source.files[0]
+    if source.frames is None or file.kind in ROBOT_KINDS:
+        return []
+    return unread_columns(read_chunks(file.path, file.kind), source.columns)
 
 
 def data_fingerprints(

@@ -29,6 +29,7 @@ class TextRows(RowEncoding, Protocol):
     @property
     def max_positions(self) -> int | None: ...
     def title(self, row: Row) -> str: ...
+    def unread(self, row: Row) -> Sequence[str]: ...
     def beside(self, name: str) -> Sequence[str]: ...
     def size_of(self, fields: Mapping[str, np.ndarray]) -> int: ...
 
@@ -47,6 +48,9 @@ class TextEncoder(FieldEncoder):
 
     def title(self, row: Row) -> str:
         return self._task.title(row)
+
+    def unread(self, row: Row) -> Sequence[str]:
+        return self._task.unread(row)
 
     def fit(self, sample: Sample) -> Sample:
         most, positions = self._limit.max_length, self._task.max_positions

@@ -19,9 +19,11 @@ from shardtune.data.sources.resolve import Source, prepare_row, resolve_sources
 from shardtune.errors import ConfigError
 from shardtune.models.options import KEY
 
-LABELS_VERSION = 1
+LABELS_VERSION = 2
 """Part of every key: raise it when the same rows would have other labels."""
 LABELS = f"{KEY}.labels"
+NO_LABEL = -100
+"""What other trainers write in the place of a label where nothing is to be learned."""
 Labels = Callable[[Row], Iterable[object]]
 """The labels of a row. Raises `RowError` for one that has none."""
 
@@ -107,6 +109,25 @@ def plain_label(value: object) -> int | str:
     if isinstance(value, float | np.floating) and float(value).is_integer():
         return int(value)
     raise RowError(f"the label is {value!r:.60}, not a text or a whole number")
+
+
+def is_no_label(value: object) -> bool:
+    """Whether a row marks by this value that there is nothing to be learned."""
+    return isinstance(value, int | float | np.number) and value == NO_LABEL
+
+
+def distinct(labels: Sequence[object]) -> Sequence[object]:
+    """The labels of a row that may have several.
+
+    Raises:
+        RowError: one is there twice, as in a list of 0 and 1 for each label.
+    """
+    plain = [plain_label(label) for label in labels]
+    twice = next((label for place, label in enumerate(plain) if label in plain[:place]), None)
+    if twice is None:
+        return labels
+    hint = ", and not 0 or 1 for each of all: data.transform turns [0, 1, 1] into [1, 2], or into their names"
+    raise RowError(f"the label {twice!r} is twice in {plain!r:.60}; the list has the labels of the row{hint}")
 
 
 def place_of(label: int | str, labels: Sequence[str]) -> int | None:

@@ -19,7 +19,7 @@ from shardtune.data.encoder import Row, RowError
 from shardtune.models.adapter import TERM
 from shardtune.models.tasks.classes import Classifier, LabelOptions
 from shardtune.models.tasks.columns import LABEL, column_of, list_of, text_columns, texts_of, value_of
-from shardtune.models.tasks.labels import index_of
+from shardtune.models.tasks.labels import NO_LABEL, distinct, index_of, is_no_label
 from shardtune.models.tasks.metrics import F1_NAMES, f1_scores, installed
 from shardtune.models.tasks.task import Outputs, Record
 from shardtune.models.user_metrics import Prediction
@@ -53,9 +53,11 @@ class SequenceClassifier(Classifier):
     def row_labels(self, row: Row) -> Iterable[object]:
         found = value_of(row, LABEL, "its label", self.row_form)
         if self.options.multi_label:
-            return list_of(found, "the labels")
+            return distinct(list_of(found, "the labels"))
         if isinstance(found, list | tuple | np.ndarray):
             raise RowError("the row has a list of labels; set model.options.multi_label: true")
+        if is_no_label(found):
+            raise RowError(f"the label is {NO_LABEL}, which marks rows without one: leave it out by data.transform")
         return [found]
 
     @property

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row
+from shardtune.data.row_formats import present
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
 from shardtune.models.adapter import Evaluation as Evaluated
@@ -152,8 +153,13 @@ class TextTask(Adapter):
         """What is read of rows such as this one, and what is not."""
         self.encode(row)
         read = [name for name in self.columns(row) if name is not None]
-        unread = ", ".join(name for name in row if name not in read)
+        unread = ", ".join(self.unread(row))
         return " + ".join(read) + (f" (not read: {unread})" if unread else "")
+
+    def unread(self, row: Row) -> Sequence[str]:
+        """The columns of a row that have a value and are not read."""
+        read = self.columns(row)
+        return [name for name, value in present(row).items() if value is not None and name not in read]
 
     @abstractmethod
     def encode_text(self, row: Row) -> dict[str, Any]:

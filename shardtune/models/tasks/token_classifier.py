@@ -1,7 +1,7 @@
 """A label for each word of a sentence: `AutoModelForTokenClassification`.
 
-Rows: {tokens: [words], ner_tags: [labels]}; numbers or names. The first token of a word has its label; the others, and
-special tokens, have none.
+Rows: {tokens: [words], ner_tags: [labels]}; numbers or names, or -100 for a word without a label. The first token of a
+word has its label; the others, and special tokens, have none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardtune.data.encoder import Row, RowError
 from shardtune.models.tasks.classes import Classifier
 from shardtune.models.tasks.columns import TAGS, TEXT, WORDS, column_of, has, list_of, text_of, value_of
 from shardtune.models.tasks.encoder import PADDED
-from shardtune.models.tasks.labels import index_of
+from shardtune.models.tasks.labels import index_of, is_no_label
 from shardtune.models.tasks.metrics import F1_NAMES, entity_scores, f1_scores, installed
 from shardtune.models.tasks.task import Outputs, Record
 from shardtune.models.user_metrics import Prediction
@@ -47,6 +47,10 @@ class TokenClassifier(Classifier):
         return all(ENTITY.fullmatch(label) for label in self.labels)
 
     def row_labels(self, row: Row) -> Iterable[object]:
+        return [label for label in self._tags(row) if not is_no_label(label)]
+
+    def _tags(self, row: Row) -> list[object]:
+        """What stands for each word: its label, or -100 where nothing is to be learned."""
         return list_of(value_of(row, TAGS, "the labels of its words", self.row_form), "the labels")
 
     def beside(self, name: str) -> Sequence[str]:
@@ -59,7 +63,8 @@ class TokenClassifier(Classifier):
         return self.tokens(self._words(row), is_split_into_words=True)
 
     def encode_target(self, row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
-        labels = [index_of(label, self.labels) for label in self.row_labels(row)]
+        tags = self._tags(row)
+        labels = [IGNORED if is_no_label(label) else index_of(label, self.labels) for label in tags]
         words = self._words(row)
         if len(words) != len(labels):
             raise RowError(f"the row has {len(words)} words and {len(labels)} labels")

@@ -98,6 +98,17 @@ def test_mapped_columns(tmp_path, read):
     assert found[0]["images"] == {"wrist": {"path": str(tmp_path / "pictures" / "0.png")}}
 
 
+def test_columns_that_are_not_read_are_named(tmp_path, data):
+    said = []
+    noted = {"timestamp": 0.1, "action_is_pad": [False], "image2": "a.png"}
+    path = write(tmp_path / "a.jsonl", frames(2, **noted))
+    resolve_sources(path, data, frames=FrameOptions(2), report=said.append)
+    assert said[-1].endswith("; not read: timestamp, action_is_pad, image2")
+    whole = {"task": "go", "actions": [[1.0]], "action_is_pad": [False], "action": [1.0]}
+    resolve_sources(write(tmp_path / "b.jsonl", [whole]), data, frames=FrameOptions(1), report=said.append)
+    assert said[-1].endswith("; not read: action")
+
+
 def test_parquet_with_images_inside(tmp_path, read):
     rows = [
         {

@@ -495,3 +495,20 @@ def test_every_family_trains_and_acts(tmp_path: Path, family: str) -> None:
     inputs = [adapter.policy_inputs([adapter.actions.observed(one)]) for one in shown]
     logits = [worker.root.act(one, {"do_sample": False}).logits[:, 0] for one in inputs]
     assert min(float((logits[0] - one).abs().max()) for one in logits[1:]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data__system_prompt": "You are a robot."},
+        {"data__train_on": "all"},
+        {"data__thinking": "strip"},
+        {"data__ignored_keys": ["id"]},
+        {"data__on_prompt_mismatch": "accept"},
+        {"data__chat_template": "chatml", "model__action_prompt": "do {instruction}"},
+    ],
+)
+def test_keys_about_conversations_are_refused(folder: Path, changes: Values) -> None:
+    key = next(iter(changes)).replace("__", ".")
+    with pytest.raises(ConfigError, match=f"{key} has no effect"):
+        adapter_of(folder, "llava", **changes)

@@ -17,7 +17,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bart
 import shardtune
 from shardtune.config import load_recipe
 from shardtune.config.model_names import TASKS
+from shardtune.data.cache import build_dataset
 from shardtune.data.encoder import RowError
+from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.tasks import sentence_transformers_files
@@ -124,6 +126,18 @@ def test_the_first_lines_name_the_columns_that_are_read(folder: Path):
     task = task_of(recipe(folder, "sequence_classifier", [row], "columns", options={"labels": ["no", "yes"]}))
     assert task.encoder(with_prompts=False).title(row) == "question + sentence + label (not read: idx)"
     assert task.encode(row).fields["input_ids"].tolist().count(3) == 2  # the ends of two texts
+
+
+def test_columns_of_some_rows_that_are_not_read_are_named(folder: Path, tmp_path: Path):
+    """Also those that the first row has not; a column of negatives that a row leaves empty is none."""
+    row = {"query": "who", "positive": "a cat", "negative": "a dog"}
+    data = [row, {**row, "margin": 0.5}, {**row, "negative": None}, {**row, "margin": 0.7}]
+    made = load_recipe(recipe(folder, "embedding", data, "margin"))
+    encoder = find_adapter(made).encoder(with_prompts=False)
+    sources = resolve_sources(made.data.train_data_paths, made.data, name_format=encoder.title, report=lambda _: None)
+    found = build_dataset(sources, encoder, cache_dir=str(tmp_path), num_workers=0)
+    (line,) = found.report.lines()
+    assert line.endswith("not read are keys that some rows have: margin (2 of 4, row 2)")
 
 
 def test_a_word_without_a_token_keeps_its_place(folder: Path):
@@ -308,6 +322,27 @@ def test_several_labels_for_a_text(folder: Path):
     loss = task.loss_of({"logits": logits}, batch)
     assert isinstance(loss, shardtune.LossSum)
     assert float(loss.total) / loss.weight == pytest.approx(float(expected))
+
+
+def test_a_list_of_0_and_1_for_each_label_is_refused(folder: Path):
+    for labels in ([0, 1, 1], [1.0, 0.0, 0.0], ["red", "red"]):
+        data = [{"text": "a cat", "labels": labels}, {"text": "a dog", "labels": labels[:2]}] * 2
+        values = recipe(folder, "sequence_classifier", data, "switches", options={"multi_label": True})
+        values["model"]["options"]["labels"] = ["0", "1", "red"]
+        with pytest.raises(RowError, match=r"is twice in (?s:.*)not 0 or 1 for each"):
+            task_of(values).encode(data[0])
+
+
+def test_minus_100_is_no_label(folder: Path):
+    data = [{"tokens": ["red", "cat", "runs"], "ner_tags": [number % 2, -100, -100.0]} for number in range(4)]
+    task = task_of(recipe(folder, "token_classifier", data, "masked"))
+    assert task.found_options() == {"labels": ["0", "1"]}
+    assert task.encode(data[1]).fields["labels"].tolist() == [-100, 1, -100, -100, -100]
+    data = [{"text": "a cat", "label": label} for label in (0, 1, -100, 1)]
+    task = task_of(recipe(folder, "sequence_classifier", data, "masked"))
+    assert task.found_options() == {"labels": ["0", "1"]}
+    with pytest.raises(RowError, match="the label is -100, which marks rows without one"):
+        task.encode(data[2])
 
 
 def test_a_document_twice_in_a_step_is_no_wrong_answer(folder: Path):
