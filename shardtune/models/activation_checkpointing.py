@@ -28,6 +28,13 @@ class CheckpointArguments(TypedDict, total=False):
 
 CHECKPOINTS = "_gradient_checkpointing_func"
 """The attribute of a module of transformers through which it checkpoints what it calls."""
+checkpoint_apart = torch.compiler.disable(checkpoint)
+"""`checkpoint`, which the compiler does not read, around a function that is compiled by itself.
+
+The compiler can read `checkpoint` and compile it with the layer around it, but only as a whole: it takes no contexts,
+in which buffers are kept, and a layer that it has to interrupt (attention over packed rows, experts, an attribute that
+is set) would be computed uncompiled, without a word.
+"""
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_mm": 0, "_scaled_grouped_mm": 0}
 """Matrix products of aten, and which of their tensors is the left factor, whose last dimension is summed over."""
 OTHERS = ("convolution", "_varlen_attn", "_flash_attention_forward", "_efficient_attention_forward")
@@ -82,19 +89,34 @@ def checkpoint_pretrained(model: PreTrainedModel, kind: bool | str, *, compiles:
     Args:
         model: that supports it.
         kind: of `actor.model.gradient_checkpointing`.
-        compiles: whether its layers are compiled; the compiler takes no contexts of checkpointing, and by itself leaves
-            the running statistics of norms as they are when it computes a layer again.
+        compiles: whether its layers are compiled.
     """
     model.activation_checkpointing_enable(checkpoint_arguments(kind))
-    for module in model.modules() if not compiles else ():
-        if CHECKPOINTS in vars(module) and any(True for _ in module.buffers()):
-            setattr(module, CHECKPOINTS, partial(checkpoint, **checkpoint_arguments(kind, module)))
+    for module in model.modules():
+        if CHECKPOINTS in vars(module) and (compiles or any(True for _ in module.buffers())):
+            arguments = checkpoint_arguments(kind, module)
+            if compiles:
+                setattr(module, CHECKPOINTS, partial(checkpoint_apart, torch.compile(_call, dynamic=True), **arguments))
+            else:
+                setattr(module, CHECKPOINTS, partial(checkpoint, **arguments))
 
 
-def checkpoint_unit(unit: nn.Module, kind: bool | str) -> None:
-    """Checkpoint the forward of a module; a second call changes nothing more."""
-    if not (isinstance(unit.forward, partial) and unit.forward.func is checkpoint):
-        unit.forward = partial(checkpoint, unit.forward, **checkpoint_arguments(kind, unit))
+def checkpoint_unit(unit: nn.Module, kind: bool | str, *, compiles: bool = False) -> None:
+    """Checkpoint the forward of a module; a second call changes nothing more.
+
+    Args:
+        unit: the module.
+        kind: of `actor.model.gradient_checkpointing`.
+        compiles: whether the forward is compiled; torch compiles nothing that a checkpoint calls, unless that is
+            compiled by itself.
+    """
+    if isinstance(unit.forward, partial) and unit.forward.func in (checkpoint, checkpoint_apart):
+        return
+    arguments = checkpoint_arguments(kind, unit)
+    if compiles:
+        unit.forward = partial(checkpoint_apart, torch.compile(unit.forward, dynamic=True), **arguments)
+    else:
+        unit.forward = partial(checkpoint, unit.forward, **arguments)
 
 
 def keep_dear(_context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -127,6 +149,10 @@ def _dropout(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object
     return None
 
 
+def _call(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return function(*args, **kwargs)
+
+
 def _checkpoint_units(model: nn.Module, units: Sequence[nn.Module], kind: bool | str, compiles: bool) -> None:
     pretrained = outermost([one for one in model.modules() if isinstance(one, PreTrainedModel)])
     own = [one for one in pretrained if isinstance(one, PreTrainedModel) and one.supports_gradient_checkpointing]
@@ -142,4 +168,4 @@ def _checkpoint_units(model: nn.Module, units: Sequence[nn.Module], kind: bool |
             "set it to false",
         )
     for unit in units:
-        checkpoint_unit(unit, kind)
+        checkpoint_unit(unit, kind, compiles=compiles)

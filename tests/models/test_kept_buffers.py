@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.fx import GraphModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -156,6 +158,16 @@ class Reads(Layer):
         return x * self.small * self.large[0]
 
 
+class Drops(Layer):
+    """Draws, and sets an attribute."""
+
+    last: torch.Tensor | None = None
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.detach()
+        return torch.dropout(x, 0.3, self.training)
+
+
 LAYERS: Sequence[type[Layer]] = (
     Norm, FrozenNorm, OwnNorm, Counter, LateCounter, Codebook, Replaced, Reads,
 )  # fmt: skip
@@ -171,14 +183,39 @@ def batches() -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-def apply(model: nn.Module, units: Sequence[nn.Module], kind: bool | str) -> None:
+def apply(model: nn.Module, units: Sequence[nn.Module], kind: bool | str, compiles: bool = False) -> None:
     for _ in range(2):  # the second changes nothing
-        set_execution(model, units, ModelConfig(gradient_checkpointing=kind))
+        set_execution(model, units, ModelConfig(gradient_checkpointing=kind, compile=compiles))
+
+
+@contextmanager
+def compiling() -> Iterator[list[None]]:
+    """Graphs are captured as with any backend, and computed without code of their own, which takes minutes to make.
+
+    Yields:
+        Grows by one with each graph that is computed.
+    """
+    computed: list[None] = []
+
+    def backend(graph: GraphModule, _inputs: object) -> Callable[..., object]:
+        def compute(*inputs: object) -> object:
+            computed.append(None)
+            return graph(*inputs)
+
+        return compute
+
+    torch._dynamo.reset()
+    try:
+        with torch.compiler.set_stance(force_backend=backend):  # pyright: ignore[reportArgumentType]
+            yield computed
+    finally:
+        torch._dynamo.reset()
 
 
 def train_plainly(model: nn.Module) -> list[torch.Tensor]:
     """Losses of all micro-batches, gradients of all steps, weights and buffers in the end."""
     found = []
+    torch.manual_seed(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in batches():
         optimizer.zero_grad()
@@ -202,6 +239,16 @@ def test_a_layer_is_trained_as_without(layer: type[Layer], kind: bool | str) -> 
     model = model_of(layer)
     apply(model, [*model], kind)
     assert_same(train_plainly(model), train_plainly(model_of(layer)))
+
+
+@pytest.mark.parametrize("layer", [*LAYERS, Drops])
+def test_so_is_a_compiled_one_whose_graphs_are_computed_twice(layer: type[Layer]) -> None:
+    wanted = train_plainly(model_of(layer))
+    model = model_of(layer)
+    apply(model, [*model], True, compiles=True)
+    with compiling() as computed:
+        assert_same(train_plainly(model), wanted)
+    assert len(computed) >= 2 * len(model) * STEPS * MICRO_BATCHES
 
 
 @pytest.mark.parametrize("layer", [Norm, Counter, Replaced])
@@ -258,13 +305,15 @@ class _Checkpointing(GradientCheckpointingLayer):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_so_is_a_model_of_transformers(kind: bool | str) -> None:
+@pytest.mark.parametrize(("kind", "compiles"), [(True, False), ("selective", False), (True, True)])
+def test_so_is_a_model_of_transformers(kind: bool | str, compiles: bool) -> None:
     wanted = train_plainly(Convolving(PreTrainedConfig()).double().train())
     model = Convolving(PreTrainedConfig()).double().train()
-    apply(model, [*model.layers], kind)
+    apply(model, [*model.layers], kind, compiles)
     assert model.is_gradient_checkpointing
-    assert_same(train_plainly(model), wanted)
+    with compiling() as computed:
+        assert_same(train_plainly(model), wanted)
+    assert len(computed) >= 2 * len(model.layers) * STEPS * MICRO_BATCHES * compiles
 
 
 @dataclass
@@ -273,14 +322,14 @@ class Rows:
     weights: dict[str, float]
 
 
-def train(layer: type[Layer], kind: bool | str, flat: bool) -> list[torch.Tensor]:
+def train(layer: type[Layer], kind: bool | str, flat: bool, compiles: bool) -> list[torch.Tensor]:
     """Losses of steps, norms, and all tensors in the end, on the ranks of this process group or this process alone."""
     ranks = Ranks(0, 1, torch.device("cpu"))
     if dist.is_initialized():
         ranks = lay_out(Layout(shard=dist.get_world_size(), flat=flat), dist.get_rank(), torch.device("cpu"))
     model = model_of(layer)
     if kind:
-        apply(model, [*model], kind)
+        apply(model, [*model], kind, compiles)
     hold = shard_model(model, [*model], ranks, "fp64")
     materialise(model, dtype=torch.float64, device=ranks.device)
     weights = hold(model)
@@ -299,15 +348,32 @@ def train(layer: type[Layer], kind: bool | str, flat: bool) -> list[torch.Tensor
     return told + [whole(tensor) for tensor in weights.tensors().values()]
 
 
-def train_all(requests: Sequence[tuple[type[Layer], bool | str, bool]]) -> list[list[torch.Tensor]]:
-    return [train(*request) for request in requests]
+def train_all(requests: Sequence[tuple[type[Layer], bool | str, bool, bool]]) -> list[list[torch.Tensor]]:
+    """Each training; where layers are compiled, their graphs are computed twice."""
+    found = []
+    for request in requests:
+        with compiling() as computed:
+            found.append(train(*request))
+        *_, compiles = request
+        assert len(computed) >= 2 * len(model_of(request[0])) * STEPS * MICRO_BATCHES * compiles
+    return found
 
 
-def test_so_is_a_sharded_one() -> None:
+def check_sharded(layers: Sequence[type[Layer]], others: Sequence[tuple[bool | str, bool]], flat: bool) -> None:
     """On one rank and on two, where buffers become the same at the end of a step."""
-    for flat in (False, True):
-        requests = [(layer, kind, flat) for layer in (Norm, Counter) for kind in (False, *KINDS)]
-        for found in (train_all(requests), *run_ranks(train_all, 2, requests)):
-            for place in (0, 3):
-                assert_same(found[place + 1], found[place])
-                assert_same(found[place + 2], found[place])
+    ways = [(False, False), *others]
+    requests = [(layer, kind, flat, compiles) for layer in layers for kind, compiles in ways]
+    for found in (train_all(requests), *run_ranks(train_all, 2, requests)):
+        for place in range(0, len(requests), len(ways)):
+            for other in range(place + 1, place + len(ways)):
+                assert_same(found[other], found[place])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_so_is_a_sharded_one(flat: bool) -> None:
+    check_sharded((Norm, Counter), [(kind, False) for kind in KINDS], flat)
+
+
+@pytest.mark.lengthy
+def test_so_is_a_sharded_one_with_compiled_layers() -> None:
+    check_sharded((Norm, Drops), [(True, True)], flat=False)
