@@ -13,9 +13,9 @@ from shardtune.config import RunnerConfig
 from shardtune.data.loader.prefetch import computed_ahead
 from shardtune.data.loader.step_loader import BatchMaker
 from shardtune.errors import ConfigError, ModelError
+from shardtune.evaluate.metric_direction import named_direction
 from shardtune.models.recipe_hooks import OF_ANSWERS, OF_LOSSES
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.early_stopping import told_direction
 
 BLOCK_MICRO_BATCHES = 16
 """Micro-batches per rank that are dealt together: enough to balance ranks, few enough to keep memory flat."""
@@ -119,7 +119,7 @@ def check_monitors(config: RunnerConfig, known: Collection[str] | None) -> None:
             if monitor.rpartition("/")[2] in OF_ANSWERS:
                 remedy += "; answers are counted with eval.generate: true"
             raise ConfigError(f"{key}: no evaluation of this run gives {monitor!r}", where=key, remedy=remedy)
-        if watch.mode == "auto" and monitor.startswith("eval/") and told_direction(monitor) is None:
+        if watch.mode == "auto" and monitor.startswith("eval/") and named_direction(monitor) is None:
             raise ConfigError(
                 f"{key}: the name {monitor!r} does not say whether larger or smaller values are better",
                 where=key,

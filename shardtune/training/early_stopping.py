@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
 from shardtune.config import RunnerConfig
+from shardtune.evaluate.metric_direction import direction
 
 
 class WatchState(TypedDict):
@@ -84,43 +84,6 @@ class Watch:
         """Continue from a checkpoint, if it watched the same metric in the same direction."""
         if saved is not None and (saved["monitor"], saved["mode"]) == (self.monitor, self.mode):
             self.best, self.best_step, self.bad = saved["best"], saved["best_step"], saved["bad"]
-
-
-def direction(mode: str, monitor: str) -> str:
-    """min or max; `auto` reads it off the name, and takes min where the name does not tell."""
-    return mode if mode != "auto" else told_direction(monitor) or "min"
-
-
-def told_direction(monitor: str) -> str | None:
-    """Whether a metric of this name is better if larger (max) or if smaller (min); None where the name does not tell.
-
-    Worked example: in `eval/math/recall_at_10/size_64` the last part that names a metric is `recall_at_10`: max. Of
-    `eval/loss/match`, a term of the loss, it is min, whatever the term is called.
-    """
-    if OF_LOSS.search(monitor):
-        return "min"
-    name = next((part for part in reversed(monitor.split("/")) if not PART_OF_METRIC.fullmatch(part)), "").lower()
-    words = [word for word in re.split(r"[^a-z0-9]+", name) if word]
-    grows = "accuracy" in name or "success" in name or any(GROWS.fullmatch(word) for word in words)
-    falls = any(FALLS.fullmatch(word) for word in words)
-    return None if grows == falls else "max" if grows else "min"
-
-
-GROWS = re.compile(
-    r"acc|f1|f2|precision|recall|mrr|map|ndcg|auc|auroc|spearman|pearson|explained|r2|mcc|matthews|kappa|iou|dice|"
-    r"rouge\w*|bleu\d?|sacrebleu|chrf|meteor|bertscore|exact|em|mc1|mc2|pass|top\d+|hits?|wins?|rewards?|psnr|ssim|"
-    r"correct|right"
-)
-"""Words in the names of metrics that are better if larger."""
-FALLS = re.compile(
-    r"loss|losses|perplexity|ppl|nll|bits|rmse|mse|mae|l1|l2|errors?|err|wer|cer|ter|brier|kl|distance|divergence|"
-    r"wrong|mistakes?|failures?|unparsed|length|latency"
-)
-"""Words in the names of metrics that are better if smaller."""
-PART_OF_METRIC = re.compile(r"\d+|size_\d+")
-"""A part of a name behind that of the metric: a dimension, a size."""
-OF_LOSS = re.compile(r"/(loss|perplexity)(/|$)")
-"""In the names of losses, whatever an evaluation set or a term is called."""
 
 
 class Watches:

@@ -31,7 +31,7 @@ class EarlyStopConfig(Section):
     mode: Direction = key(
         "auto",
         "Whether smaller or larger is better; auto: max for accuracies, success rates, F1, recall and the like, "
-        "min for losses, errors, distances and the like; a name that does not tell is an error.",
+        "min for losses, errors, distances and the like; a name that shows neither is an error.",
     )
     patience: Count = key(5, "Evaluations in a row without improvement after which the run ends.")
     min_delta: Number = key(0.0, "The smallest change of `monitor` that counts as an improvement.", ge=0)
@@ -44,7 +44,7 @@ class BestConfig(Section):
     mode: Direction = key(
         "auto",
         "Whether smaller or larger is better; auto: max for accuracies, success rates, F1, recall and the like, "
-        "min for losses, errors, distances and the like; a name that does not tell is an error.",
+        "min for losses, errors, distances and the like; a name that shows neither is an error.",
     )
 
 
