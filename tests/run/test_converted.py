@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import shardtune
+from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.convert import convert
 from tests.support.tiny_run import lines
 from tests.support.workspace import make_workspace
@@ -26,7 +27,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["trl.yaml", "axolotl.yaml", "llama_factory.yaml", "torchtune.yaml", "halos.yaml"])
 def test_two_steps_of_a_converted_recipe(name: str, workspace: Path):
     recipe = workspace / name
-    recipe.write_text(convert(SOURCES / name, to=recipe).recipe)
+    recipe.write_text(convert(CommandLine(SOURCES / name), to=recipe).recipe)
     losses = _two_losses(recipe, workspace, f"data.train_data_paths={workspace / 'train.jsonl'}")
     assert len(losses) == 2
 
@@ -42,7 +43,7 @@ def test_two_steps_of_pretraining_with_llama_factory(workspace: Path):
         yaml.safe_dump({**given, "finetuning_type": "full", "cutoff_len": 64, "logging_steps": 1})
     )
     recipe = folder / "recipe.yaml"
-    recipe.write_text(convert(folder / "pt.yaml", to=recipe).recipe)
+    recipe.write_text(convert(CommandLine(folder / "pt.yaml"), to=recipe).recipe)
     assert len(_two_losses(recipe, workspace)) == 2
 
 
