@@ -17,7 +17,8 @@ from gpu_parts.shapes import Case, recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(r"memory of rank 0 after 2 steps: ([\d.,]+) (GB|MB) .*?; ([\d.,]+) (GB|MB) planned", re.DOTALL)
-LIMIT = 0.1
+LEAST, MOST = 0.95, 1.15
+"""Of planned / measured. The plan has the fullest micro-batch, which the first two steps may lack."""
 CASES: Mapping[str, tuple[Case, Mapping[str, Any]]] = {
     "0.6B full 2k": (Case("0.6B", False, 2048), {}),
     "0.6B full 8k, checkpointed": (Case("0.6B", False, 8192), {"actor__model__gradient_checkpointing": True}),
@@ -57,7 +58,7 @@ def planned(setting: Setting, name: str) -> Facts:
         return {"verdict": FAIL, "note": f"exit code {done.returncode}: {text[-1][:200] if text else ''}"}
     measured, plan = _gigabytes(found[1], found[2]), _gigabytes(found[3], found[4])
     ratio = plan / measured
-    close = abs(ratio - 1) <= LIMIT or setting.small
+    close = LEAST <= ratio <= MOST or setting.small
     facts = {"measured GB": measured, "planned GB": plan, "planned / measured": ratio}
     return {**facts, "verdict": PASS if close else FAIL}
 
@@ -71,5 +72,6 @@ PART = Part(
     "Memory: the plan against torch.cuda.max_memory_allocated",
     checks,
     ("measured GB", "planned GB", "planned / measured"),
-    f"bf16 with weights and states in fp32, random weights, two steps. Limit {LIMIT:.0%}.",
+    f"bf16 with weights and states in fp32, random weights, two steps. Planned / measured from {LEAST} to {MOST}: a plan "
+    "has the fullest micro-batch that the data can make, which the first two steps may lack.",
 )
