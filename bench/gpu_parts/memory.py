@@ -72,6 +72,6 @@ PART = Part(
     "Memory: the plan against torch.cuda.max_memory_allocated",
     checks,
     ("measured GB", "planned GB", "planned / measured"),
-    f"bf16 with weights and states in fp32, random weights, two steps. Planned / measured from {LEAST} to {MOST}: a plan "
-    "has the fullest micro-batch that the data can make, which the first two steps may lack.",
+    f"bf16 with weights and states in fp32, random weights, two steps. Planned / measured from {LEAST} to {MOST}: a "
+    "plan has the fullest micro-batch that the data can make, which the first two steps may lack.",
 )
