@@ -24,6 +24,7 @@ from transformers import GenerationMixin
 
 from shardtune.errors import ModelError
 from shardtune.parallel.buffers import Buffers
+from shardtune.parallel.compiled_buffers import CompiledBuffers
 from shardtune.parallel.direct_use import ShardedOperands
 from shardtune.parallel.free_memory import free_bytes
 from shardtune.parallel.full_precision import full_precision_parameters
@@ -165,6 +166,7 @@ class Weights:
         is_alone: whether forwards involve no other rank now, as the model generates with gathered weights.
         has_buffers: whether the model has persistent buffers, which forwards may change.
         unit_calls: whether ranks gather the same units' weights since `zero_gradients`.
+        compiled_buffers: those that a compiled forward must not change in place.
         gather_to_generate: whether all weights are gathered while the model generates; None: where they take at most
             half of the memory that is free.
         replicates: whether ranks hold anything whole, parameters or buffers; otherwise `sync_replicated_gradients` has
@@ -231,6 +233,7 @@ class Weights:
                 self._hooks += [hook] if hook is not None else []
         self._num_copies = {name: self._copies(name) for name in self.parameters}
         self.unit_calls = UnitCalls(ranks)
+        self.compiled_buffers = CompiledBuffers(model)
         self._watch_units()
 
     def _watch_units(self) -> None:

@@ -144,6 +144,11 @@ grouped_product = torch._grouped_mm
 """Products of groups of rows, as the experts of transformers call it; the public one is `F.grouped_mm`."""
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been changed in place."""
+    return tensor._version
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module.compile()` has been called."""
     return module._compiled_call_impl is not None

@@ -224,7 +224,8 @@ def optimizer_step(
 
     Raises:
         ModelError: no parameter has a gradient, although there are targets; or fp16 overflows at any loss scale; or
-            ranks called different units; or a parameter is trained now that the optimizer does not have.
+            ranks called different units; or a parameter is trained now that the optimizer does not have; or a compiled
+            module changes a buffer in place.
     """
     if any(parameter.requires_grad for parameter in weights.untrained.values()):
         weights.refuse_unfrozen()
@@ -233,6 +234,7 @@ def optimizer_step(
     if not any(denominators.values()):
         return StepResult(dict.fromkeys(denominators, 0.0), 0.0, updated=False, problem="no row has a target")
     buffers = weights.copy_buffers() if weights.has_buffers else {}
+    accumulate = weights.compiled_buffers.watched(accumulate) if weights.compiled_buffers.owners else accumulate
     for _ in range(MAX_HALVINGS):
         scale = loss_scale.value if loss_scale else 1.0
         weights.zero_gradients()
