@@ -57,7 +57,8 @@ def test_rank_0_serves_the_store_after_those_who_met_have_forgotten_it(
     """Ranks compare before there is a group; the watch over the other hosts connects in between."""
     monkeypatch.setattr(rendezvous, "_served", {})
     monkeypatch.setenv(GLOO_INTERFACE, "lo")
-    with socket.create_server((address, 0)) as free:
+    # Of several machines the store is served on all interfaces, on each of which its port has to be free.
+    with socket.create_server((address if address == "127.0.0.1" else "", 0)) as free:
         port = free.getsockname()[1]
     timeout = timedelta(seconds=2)
     meet(address, port, 0, 1, timeout).set("compared", "yes")
