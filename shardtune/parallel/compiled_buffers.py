@@ -18,7 +18,7 @@ from shardtune.parallel.torch_private import NormBase, is_compiled, version_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Versions = Sequence[tuple[torch.Tensor, int]]
+Versions = Sequence[tuple[torch.Tensor | None, int]]
 
 
 class CompiledBuffers:
@@ -53,8 +53,8 @@ class CompiledBuffers:
 
     def versions(self) -> Versions:
         """The buffers as they are now, each with how often it has been changed in place."""
-        found = (module.get_buffer(key) for module, key, _ in self.owners)
-        return [(buffer, version_of(buffer)) for buffer in found]
+        found = (_buffer(module, key) for module, key, _ in self.owners)
+        return [(buffer, 0 if buffer is None else version_of(buffer)) for buffer in found]
 
     def refuse_changed(self, before: Versions) -> None:
         """Refuse what forwards have changed in place; what they have replaced by a new tensor is right.
@@ -66,7 +66,7 @@ class CompiledBuffers:
             ModelError: names the first such buffer.
         """
         for (buffer, version), (module, key, name) in zip(before, self.owners, strict=True):
-            if module.get_buffer(key) is buffer and version_of(buffer) != version:
+            if buffer is not None and _buffer(module, key) is buffer and version_of(buffer) != version:
                 raise ModelError(
                     f"the forward of a compiled module changes the buffer {name} in place, with which torch's compiler "
                     "can compute wrong gradients",
@@ -79,3 +79,8 @@ def _is_of_torch(module: nn.Module) -> bool:
     """Whether torch wrote its forward; a norm's running numbers are not multiplied by in training."""
     kinds = [kind for kind in type(module).__mro__ if kind is not object]  # FSDP2 puts a class of its own in front
     return isinstance(module, NormBase) or all(kind.__module__.startswith("torch.") for kind in kinds)
+
+
+def _buffer(module: nn.Module, key: str) -> torch.Tensor | None:
+    """None where a forward has removed it, or set None in its place."""
+    return dict(module.named_buffers(recurse=False)).get(key)

@@ -145,8 +145,8 @@ grouped_product = torch._grouped_mm
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor has been changed in place."""
-    return tensor._version
+    """How often a tensor has been changed in place; of one that was made in inference mode this is not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_compiled(module: nn.Module) -> bool:

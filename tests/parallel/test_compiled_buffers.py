@@ -83,6 +83,20 @@ def test_own_buffers_of_compiled_modules_are_watched_alone() -> None:
         buffers.refuse_changed(before)
 
 
+def test_buffers_may_be_emptied_removed_or_made_in_inference_mode() -> None:
+    model = Watched()
+    model.compile(backend="eager")
+    buffers = CompiledBuffers(model)
+    model.register_buffer("count", None)
+    del model.sum
+    buffers.refuse_changed(buffers.versions())
+    with torch.inference_mode():
+        model.count = torch.ones(())
+    before = buffers.versions()
+    model.register_buffer("sum", torch.ones(4))
+    buffers.refuse_changed(before)
+
+
 def trained(folder: Path, how: str, compiles: bool, ranks: int) -> str:
     """The error, or the last line of the log."""
     file = folder / f"own{len(how)}.py"
