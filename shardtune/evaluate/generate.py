@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Prompt
+from shardtune.batch.torch_seed import seed_torch
 from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.launch.progress import GENERATION, PROGRESS
@@ -128,7 +129,7 @@ class Generator:
             poll()
             idle = self._ranks.data_rank >= len(batches)
             numbers = batches[0] if idle else batches[self._ranks.data_rank]
-            torch.manual_seed(derive_seed(sampling.seed, place * num_ranks + self._ranks.data_rank, "generate"))
+            seed_torch(derive_seed(sampling.seed, place * num_ranks + self._ranks.data_rank, "generate"))
             with PROGRESS.during(GENERATION):
                 written = self._answer([prompts[number] for number in numbers], companion, sampling, streamer)
             if not idle:

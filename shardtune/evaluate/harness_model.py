@@ -23,6 +23,7 @@ from lm_eval.models import huggingface
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import handle_non_serializable
 
+from shardtune.batch.torch_seed import seed_torch
 from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.evaluate.harness import Harness, HarnessModel, generators_kept, keep, scores
@@ -119,7 +120,7 @@ class _Shares:
         own = list(requests[ranks.data_rank :: ranks.num_data_ranks])
         repeated = [requests[0]] * (-(-len(requests) // ranks.num_data_ranks) - len(own))
         if ranks.num_data_ranks > 1:  # one rank draws as the harness does
-            torch.manual_seed(derive_seed(batch.number, ranks.data_rank, "harness"))
+            seed_torch(derive_seed(batch.number, ranks.data_rank, "harness"))
         found = self._results(batch.kind, own + repeated)[: len(own)]
         parts = [part for part in ranks.gather(found if ranks.counts else None) if part is not None]
         results: list[Any] = [None] * len(requests)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardtune.batch import Batch, LossSum, Metric
+from shardtune.batch.torch_seed import seed_torch
 from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.protocol import MicroBatch, Step
 from shardtune.data.user_loader.batch import UserBatch
@@ -115,15 +116,8 @@ class StepResult:
 
 
 def seed_rng(seed: int, step: int, micro_batch: int, rank: int, stage: str) -> None:
-    """Seed a forward by its position in training, so that no generator state has to be saved.
-
-    Without an accelerator `torch.manual_seed` would format the stack each time, which takes up to half a millisecond.
-    """
-    place = derive_seed(seed, step, micro_batch, rank, stage)
-    if torch.accelerator.is_available():
-        torch.manual_seed(place)
-    else:
-        torch.default_generator.manual_seed(place)
+    """Seed a forward by its position in training, so that no generator state has to be saved."""
+    seed_torch(derive_seed(seed, step, micro_batch, rank, stage))
 
 
 def check_weights(losses: Mapping[str, LossSum], expected: Mapping[str, float]) -> None:

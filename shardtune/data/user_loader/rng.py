@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from shardtune.batch.torch_seed import seed_torch
 from shardtune.data.loader.order import derive_seed
 from shardtune.data.user_loader.state_json import StatefulLoader
 
@@ -108,6 +109,6 @@ def _generator(value: object) -> tuple[Reseed, int] | None:
 
 
 def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
