@@ -9,11 +9,13 @@ from pathlib import Path, PurePosixPath
 
 from transformers import PreTrainedTokenizerBase
 
+from shardtune.checkpoint.atomic import read_json, write_json
 from shardtune.checkpoint.checksums import CHECKSUMS
 from shardtune.errors import CheckpointError
 from shardtune.models.pretrained import SETTINGS
 
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+VIDEO = "video_preprocessor_config.json"
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", VIDEO)
 """Of processors, image processors and feature extractors."""
 MODULES = "modules.json"
 """Of sentence-transformers: the modules after the model, such as pooling, each in a folder of its own."""
@@ -44,6 +46,7 @@ def copy_companions(
     tokenizer: PreTrainedTokenizerBase | None,
     has_processor: bool,
     adapter: bool,
+    lacks_video: bool = False,
 ) -> list[str]:
     """Copy what a written directory lacks of the directories that training began from; returns the names.
 
@@ -57,6 +60,7 @@ def copy_companions(
         has_processor: whether a processor was written there.
         adapter: the directory holds a low-rank adapter, which is loaded with its base; then only the files of
             processors are copied.
+        lacks_video: the processor that was written is without its part for videos, whose settings are copied too.
 
     Raises:
         CheckpointError: a file cannot be copied.
@@ -66,6 +70,9 @@ def copy_companions(
     patterns = PROCESSOR_FILES if adapter else [pattern for pattern in SETTINGS if pattern != CODE]
     names: list[str] = []
     try:
+        if lacks_video and (settings := _video_settings(sources)) is not None:
+            write_json(target / VIDEO, settings)
+            names.append(VIDEO)
         for source in sources:
             for file in _files(source, [*patterns, CODE] if _names_code(target) else patterns):
                 if file.name not in left_out and not (target / file.name).exists():
@@ -82,6 +89,21 @@ def copy_companions(
             remedy="make it readable, and make room where runner.logger.log_path is",
         ) from error
     return names
+
+
+def _video_settings(sources: Sequence[Path]) -> dict[str, object] | None:
+    """The settings of videos, of the first directory that has some, in the order in which transformers looks for them:
+    in the processor's file, in a file of their own, in that of images."""
+    nested, *others = ("processor_config.json", VIDEO, "preprocessor_config.json")
+    for source in sources:
+        found = [_settings(source / nested).get("video_processor"), *(_settings(source / name) for name in others)]
+        if settings := next((one for one in found if isinstance(one, dict) and one), None):
+            return settings
+    return None
+
+
+def _settings(file: Path) -> dict[str, object]:
+    return read_json(file) if file.is_file() else {}
 
 
 def _files(source: Path, patterns: Collection[str]) -> Iterator[Path]:

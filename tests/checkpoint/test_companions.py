@@ -46,6 +46,19 @@ def test_what_is_copied(source: Path, tmp_path: Path) -> None:
     assert copied(source, tmp_path / "d", adapter=True) == ["preprocessor_config.json"]
 
 
+def test_settings_of_videos_stay_where_a_processor_is_written_without_them(source: Path, tmp_path: Path) -> None:
+    """In the order in which transformers looks for them."""
+    files = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+    for number, name in enumerate(files):
+        (source / name).write_text(
+            json.dumps({"video_processor": {"video": number}} if number == 2 else {"video": number})
+        )
+        assert "video_preprocessor_config.json" not in copied(source, tmp_path / f"with{number}", has_processor=True)
+        target = tmp_path / f"without{number}"
+        copied(source, target, has_processor=True, lacks_video=True)
+        assert json.loads((target / "video_preprocessor_config.json").read_text()) == {"video": number}
+
+
 def test_what_is_there_stays_and_the_first_directory_counts(source: Path, tmp_path: Path) -> None:
     first, target = tmp_path / "first", tmp_path / "target"
     for folder, name in ((first, "preprocessor_config.json"), (target, "mine.json")):

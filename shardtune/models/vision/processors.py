@@ -68,6 +68,11 @@ def without_video(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
     return derived_class(kind, _WithoutVideo) if takes_video else kind
 
 
+def lacks_video(processor: object) -> bool:
+    """Whether a processor is without its part for videos, so that what it saves lacks the settings of that part."""
+    return isinstance(processor, _WithoutVideo)
+
+
 def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> ProcessorMixin:
     """The processor of a directory or Hub name.
 

@@ -29,6 +29,7 @@ from shardtune.config import Recipe
 from shardtune.errors import CheckpointError, ShardtuneError
 from shardtune.models.lora.attach import is_adapted
 from shardtune.models.pretrained import settings_directory
+from shardtune.models.vision.processors import lacks_video
 from shardtune.parallel.fsdp2 import MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.worker.model_state import ModelState
@@ -137,6 +138,7 @@ class ModelExport:
             tokenizer=self._text.tokenizer,
             has_processor=self._text.processor is not None,
             adapter=adapter,
+            lacks_video=lacks_video(self._text.processor),
         )
 
     def _disk_dtype(self, dtype: str, model: PreTrainedModel) -> torch.dtype:
