@@ -95,7 +95,7 @@ class Adapter(ABC):
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.recipe = recipe
         self.options: Any = read_options(type(self).Options, recipe)
-        self._tokenizer = tokenizer
+        self._tokenizer = self._in_memory = tokenizer
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Adapter:
@@ -217,13 +217,14 @@ class Adapter(ABC):
                     where="actor.model.action_representation",
                     remedy="leave it out, or let the adapter's action_chunk be the number of actions of a row",
                 )
-            return FieldEncoder(self, self.recipe)
+            return FieldEncoder(self, self.recipe, self._in_memory)
         frames = FrameOptions.of(self.recipe.actor.model, chunk, self.observation_steps)
-        return FrameFieldEncoder(self, self.recipe, frames)
+        return FrameFieldEncoder(self, self.recipe, frames, self._in_memory)
 
     def encoding_settings(self) -> Mapping[str, Any]:
-        """What `encode` depends on besides its code, the options and the names of model and tokenizer, as JSON: a part
-        of the key of the cache of encoded rows, such as the content of a file that `encode` reads. By default nothing.
+        """What `encode` depends on besides its code, the options, the keys in `reads`, and the settings of model and
+        tokenizer, as JSON: a part of the key of the cache of encoded rows, such as the content of a file that `encode`
+        reads. By default nothing.
         """
         return {}
 

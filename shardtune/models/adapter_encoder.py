@@ -11,34 +11,43 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardtune.batch import Sample
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.schema import long_key
+from shardtune.config.tree import get_value
 from shardtune.config.user_code import USER_MODULE, import_file
 from shardtune.data.encoder import NEVER_A_ROW, Encoder, FrameOptions, LengthLimit, Row, RowDropped, RowError
 from shardtune.data.robot.returns import return_of
 from shardtune.errors import DataError, ModelError, ShardtuneError
+from shardtune.models.pretrained import SETTINGS, settings_directory
 
 ENCODING_VERSION = 1
 """Part of every cache key; to be increased when the same row would be encoded differently."""
+NOT_ABOUT_ROWS = "actor.model.attn_implementation"
+"""A key that an adapter may read, and no row depends on."""
+MAX_BYTES = 64 * 2**20
+"""Larger files are no settings."""
 
 
 class RowEncoding(Protocol):
     """The part of an adapter that deals with rows."""
 
     padding: ClassVar[Mapping[str, float]]
+    reads: ClassVar[Sequence[str]]
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe) -> RowEncoding: ...
+    def from_recipe(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> RowEncoding: ...
     def encoder(self, *, with_prompts: bool) -> Encoder: ...
     def encode(self, row: Row) -> Sample: ...
     def weights(self, sample: Sample) -> Mapping[str, float]: ...
@@ -52,16 +61,20 @@ class FieldEncoder:
     Args:
         adapter: the adapter, whose methods are called.
         recipe: from which other processes make the same adapter.
+        tokenizer: the adapter's, where it is one in memory in the place of the recipe's.
     """
 
-    def __init__(self, adapter: RowEncoding, recipe: Recipe) -> None:
+    def __init__(self, adapter: RowEncoding, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self._adapter = adapter
         self._recipe = recipe
+        self._tokenizer = tokenizer
         data = recipe.data
         self._limit = LengthLimit(data.max_length, data.on_too_long, data.split_stride)
 
-    def __reduce__(self) -> tuple[Callable[..., Encoder], tuple[Place, dict[str, object], Mapping[str, Any]]]:
-        return _from_recipe, (Place.of(type(self._adapter)), self._recipe.to_dict(), self._adapter.encoding_settings())
+    def __reduce__(self) -> tuple[Callable[..., Encoder], tuple[object, ...]]:
+        adapter = self._adapter
+        place, settings = Place.of(type(adapter)), adapter.encoding_settings()
+        return _from_recipe, (place, self._recipe.to_dict(), settings, self._tokenizer)
 
     def encode(self, row: Row) -> Sample:
         try:
@@ -171,19 +184,39 @@ class FieldEncoder:
         }
         further = self._adapter.encoding_settings()
         settings |= {"further": further} if further else {}
+        settings["read"] = self._read
         return hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=20).hexdigest()
+
+    @cached_property
+    def _read(self) -> list[object]:
+        """What `encode` may read besides its row: the keys that the adapter declares, the new tokens, the tokenizer in
+        memory, and the content of the files by which these and the directories of model and tokenizer are named."""
+        recipe, tree = self._recipe, self._recipe.to_dict()
+        keys = sorted({long_key(name) for name in self._adapter.reads} - {NOT_ABOUT_ROWS})
+        values = [get_value(tree, key) for key in keys]
+        named = [_content(Path(value)) for value in values if isinstance(value, str) and Path(value).is_file()]
+        folders = dict.fromkeys([recipe.actor.model.model_path, recipe.actor.tokenizer.tokenizer_model])
+        settings = [pair for folder in folders for pair in _settings(folder)]
+        in_memory = [] if self._tokenizer is None else [_tokenizer_hash(self._tokenizer)]
+        return [keys, values, named, recipe.actor.added_tokens, settings, in_memory]
 
 
 class FrameFieldEncoder(FieldEncoder):
     """`FieldEncoder` for rows that are frames of robot data.
 
     Args:
-        adapter, recipe: as for `FieldEncoder`.
+        adapter, recipe, tokenizer: as for `FieldEncoder`.
         frames: how the rows are read.
     """
 
-    def __init__(self, adapter: RowEncoding, recipe: Recipe, frames: FrameOptions) -> None:
-        super().__init__(adapter, recipe)
+    def __init__(
+        self,
+        adapter: RowEncoding,
+        recipe: Recipe,
+        frames: FrameOptions,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        super().__init__(adapter, recipe, tokenizer)
         self.frames = frames
 
     def encode(self, row: Row) -> Sample:
@@ -222,10 +255,15 @@ class Place:
         return vars(module)[last]
 
 
-def _from_recipe(place: Place, values: dict[str, object], settings: Mapping[str, Any]) -> Encoder:
+def _from_recipe(
+    place: Place,
+    values: dict[str, object],
+    settings: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Encoder:
     """The encoder of the same recipe in another process."""
     recipe = load_recipe(values, in_memory=_EVERY_PATH, files_must_exist=False)
-    adapter = place.find().from_recipe(recipe)
+    adapter = place.find().from_recipe(recipe, tokenizer)
     adapter.take_encoding_settings(settings)
     return adapter.encoder(with_prompts=False)
 
@@ -302,6 +340,28 @@ def _compiled(function: FunctionType) -> Iterable[bytes]:
         fixed = [sorted(map(repr, item)) if isinstance(item, frozenset) else item for item in plain]
         yield repr((code.co_names, fixed)).encode()
         waiting += [item for item in code.co_consts if isinstance(item, CodeType)]
+
+
+def _content(file: Path) -> str:
+    """The hash of a file."""
+    return hashlib.blake2b(file.read_bytes(), digest_size=20).hexdigest()
+
+
+def _settings(path: str | None) -> list[tuple[str, str]]:
+    """The files of settings in the directory of a model or tokenizer, its vocabulary among them, and their hashes."""
+    folder = settings_directory(path)
+    patterns = [] if folder is None else [pattern for pattern in SETTINGS if pattern != "*.py"]
+    files = sorted({file for pattern in patterns for file in Path(folder or "").glob(pattern) if file.is_file()})
+    return [(file.name, _content(file)) for file in files if file.stat().st_size <= MAX_BYTES]
+
+
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The hash of a tokenizer in memory, without its padding and truncation, which each call sets."""
+    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    whole = "" if not is_fast else tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')[2]
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    parts = [whole, vocabulary, sorted(tokenizer.special_tokens_map.items(), key=str), tokenizer.chat_template]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()
 
 
 def _is_ours(kind: type) -> bool:

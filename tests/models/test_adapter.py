@@ -47,6 +47,12 @@ class Small(Adapter):
         return LossSum(model(batch["pixels"]).sum(), float(len(batch["label"])))
 
 
+class Reads(Small):
+    """Reads keys of language models."""
+
+    reads = ("data.chat_template", "data.train_on")
+
+
 class Inner(BaseModel):
     depth: int = 1
 
@@ -274,6 +280,17 @@ def test_the_cache_key_follows_options_and_code() -> None:
     assert encoder().cache_key() == encoder().cache_key()
     assert encoder().cache_key() != encoder(options={"width": 5}).cache_key()
     assert encoder().cache_key() != encoder(data={"max_length": 9}).cache_key()
+
+
+def test_the_cache_key_follows_the_keys_that_an_adapter_reads_and_their_files(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    keys = [encoder(adapter="Reads", data={"train_on": on}).cache_key() for on in ("assistant", "all", "all")]
+    for text in ("a", "b", "a"):
+        template.write_text(text)
+        keys.append(encoder(adapter="Reads", data={"chat_template": str(template)}).cache_key())
+    assert keys[1] == keys[2]
+    assert keys[3] == keys[5]
+    assert len(set(keys)) == 4
 
 
 def test_the_cache_key_follows_every_file_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,10 +40,11 @@ class TextEncoder(FieldEncoder):
     Args:
         task: whose methods are called.
         recipe: from which other processes make the same task.
+        tokenizer: as for `FieldEncoder`.
     """
 
-    def __init__(self, task: TextRows, recipe: Recipe) -> None:
-        super().__init__(task, recipe)
+    def __init__(self, task: TextRows, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        super().__init__(task, recipe, tokenizer)
         self._task = task
 
     def title(self, row: Row) -> str:

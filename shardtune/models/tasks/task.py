@@ -49,7 +49,7 @@ class TextTask(Adapter):
     auto: ClassVar[Any]
     token_fields: ClassVar[Sequence[str]] = ("input_ids",)
     padding: ClassVar[Mapping[str, float]] = {"input_ids": PADDED, "token_type_ids": 0}
-    reads = ("actor.model.config_overrides", "actor.model.attn_implementation")
+    reads: ClassVar[Sequence[str]] = ("actor.model.config_overrides", "actor.model.attn_implementation")
     row_form: ClassVar[str]
 
     # The model.
@@ -212,7 +212,7 @@ class TextTask(Adapter):
 
     def encoder(self, *, with_prompts: bool) -> TextEncoder:
         _ = self.loaded_config  # without a model there is no tokenizer either, and the message is about the model
-        return TextEncoder(self, self.recipe)
+        return TextEncoder(self, self.recipe, self._in_memory)
 
     @property
     def max_positions(self) -> int | None:
