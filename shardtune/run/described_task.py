@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from shardtune.checkpoint.atomic import read_json
-from shardtune.models.tasks.sentence_transformers_files import MODULES
+from shardtune.models.tasks.sentence_transformers_files import MODULES, settings_of
 from shardtune.models.tasks.task import TASK_FILE
 
 HEADS = {
@@ -18,6 +18,8 @@ HEADS = {
 }
 """Ends of the names of classes of transformers, and the task of their models."""
 CLASSIFIER = "ForSequenceClassification"
+CROSS_ENCODER = "CrossEncoder"
+"""What sentence-transformers calls its models of pairs, whose directories have its files too."""
 
 
 def described_task(directory: Path, config: PreTrainedConfig) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def described_task(directory: Path, config: PreTrainedConfig) -> dict[str, Any]:
     """
     if (directory / TASK_FILE).is_file():
         return read_json(directory / TASK_FILE)
-    if (directory / MODULES).is_file():
+    if (directory / MODULES).is_file() and settings_of(directory).get("model_type") != CROSS_ENCODER:
         return {"model_type": "embedding"}
     names = config.architectures or []
     if any(name.endswith(CLASSIFIER) for name in names):

@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModel, PreTrainedConfig
+from transformers import AutoModel, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from shardtune.batch import Batch, LossSum, Sample
@@ -69,7 +69,8 @@ class EmbeddingOptions(BaseModel):
             training row, by whether it has a score.
         pooling: mean: of a text's tokens; cls: the first token; last: the last one, as for decoders; null: that of a
             directory of sentence-transformers, otherwise mean.
-        normalize: to length 1; scores are then cosines. null: as the directory has it, otherwise true.
+        normalize: to length 1; scores are then cosines. null: false where the directory compares by dot product without
+            it, otherwise true.
         temperature: scores are divided by it.
         matryoshka: numbers of first entries that are to serve as shorter vectors.
         query_prompt, document_prompt: put before every query, and before every document; null: those of the directory.
@@ -114,7 +115,7 @@ class Embedding(WholeStepAdapter, TextTask):
 
     def __init__(self, recipe: Recipe, tokenizer: Any = None) -> None:
         super().__init__(recipe, tokenizer)
-        directory = settings_directory(recipe.actor.model.model_path)
+        directory = self._base = settings_directory(recipe.actor.model.model_path)
         stored = {} if directory is None else sentence_transformers_files.options_of(directory)
         chosen = {name: value for name, value in dict(self.options).items() if value is not None}
         self.options = self.options.model_copy(update={**DEFAULTS, **stored, **chosen})
@@ -134,6 +135,13 @@ class Embedding(WholeStepAdapter, TextTask):
                 where=MODEL_PATH,
                 remedy="give an encoder or a decoder",
             )
+        if sentence_transformers_files.lowers_text(self._base) and not lowers(self.tokenizer):
+            raise ConfigError(
+                f"{self.recipe.actor.model.model_path} writes texts in small letters (do_lower_case), and its "
+                "tokenizer does not",
+                where=f"{self._base}/sentence_bert_config.json",
+                remedy="give the tokenizer a normalizer Lowercase (tokenizer.json), or set do_lower_case: false there",
+            )
         width = config.get_text_config().hidden_size
         sizes = self.options.matryoshka
         if any(not 0 < size < width for size in sizes) or len(set(sizes)) < len(sizes):
@@ -152,7 +160,15 @@ class Embedding(WholeStepAdapter, TextTask):
 
     def saved_files(self) -> Mapping[str, object]:
         width, most = self.config.get_text_config().hidden_size, self.recipe.data.max_length
-        return {**super().saved_files(), **sentence_transformers_files.files(self.options, width, self._most(most))}
+        files = sentence_transformers_files.files(self.options, width, self._most(most), self._base)
+        return {**super().saved_files(), **files}
+
+    def notes(self) -> Sequence[str]:
+        options = self.options
+        prompts = {"queries": options.query_prompt, "documents": options.document_prompt}
+        shown = [f"{prompt!r} before {name}" for name, prompt in prompts.items() if prompt]
+        scale = "of length 1" if options.normalize else "of any length, compared by their dot product"
+        return [*super().notes(), f"vectors: pooling {options.pooling}, {scale}{''.join(f', {one}' for one in shown)}"]
 
     def _most(self, most: int) -> int:
         return min(most, self.max_positions or most)
@@ -387,6 +403,12 @@ class Embedding(WholeStepAdapter, TextTask):
     def examples(self) -> Sequence[Row]:
         pairs = (("red fruit", "an apple"), ("yellow fruit", "a banana"), ("grey animal", "an elephant"))
         return [{"query": f"a {query}", "positive": document} for query, document in pairs]
+
+
+def lowers(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer reads capital letters as small ones."""
+    normalizer = tokenizer.backend_tokenizer.normalizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+    return normalizer is not None and normalizer.normalize_str("A") == "a"
 
 
 def _of_term(term: str, scores: Mapping[str, float]) -> dict[str, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,14 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BartConfig, BartForConditionalGeneration
+from tokenizers import normalizers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+)
 
 import shardtune
 from shardtune.config import load_recipe
@@ -28,6 +37,7 @@ from shardtune.models.tasks.metrics import entity_scores, f1_scores, spans
 from shardtune.models.tasks.names import CLASSES
 from shardtune.models.tasks.task import TextTask
 from shardtune.parallel.meta_init import init_empty_weights
+from shardtune.run.described_task import described_task
 from shardtune.run.plain_model import load_run_or_model
 from shardtune.run.plan.simulation import add_lora
 from shardtune.run.predicting import predict
@@ -119,6 +129,28 @@ def test_a_number_is_the_place_of_a_named_label(folder: Path):
     assert "f1" in task.set_metric_names
     with pytest.raises(RowError, match="the label '3' is not among"):
         task.encode({"tokens": ["dog"], "ner_tags": [3]})
+
+
+def test_rows_are_encoded_again_with_another_tokenizer(folder: Path, tmp_path: Path):
+    """One with new tokens, one whose file was edited, one in memory, which other processes have too."""
+    shutil.copytree(folder / "encoder", tmp_path / "encoder")
+    values = recipe(
+        folder, "reranker", [{"query": "a", "document": "cat", "label": 1}], model_path=f"{tmp_path}/encoder"
+    )
+    task = task_of(values)
+    keys = [task.encoder(with_prompts=False).cache_key()]
+    keys.append(task_of({**values, "tokenizer": {"new_tokens": ["<x>"]}}).encoder(with_prompts=False).cache_key())
+    task.tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()  # pyright: ignore[reportAttributeAccessIssue]
+    in_memory = find_adapter(load_recipe(values), tokenizer=task.tokenizer).encoder(with_prompts=False)
+    keys.append(in_memory.cache_key())
+    row = {"query": "A", "document": "CAT", "label": 1}
+    elsewhere = pickle.loads(pickle.dumps(in_memory))
+    assert elsewhere.encode(row).fields["input_ids"].tolist() == [[2, 4, 3, 12, 3]]
+    assert elsewhere.cache_key() == keys[-1]
+    file = tmp_path / "encoder" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"cat"', '"cow"'))
+    keys.append(task_of(values).encoder(with_prompts=False).cache_key())
+    assert len(set(keys)) == 4
 
 
 def test_the_first_lines_name_the_columns_that_are_read(folder: Path):
@@ -501,6 +533,61 @@ def test_an_embedding_model_is_a_directory_of_sentence_transformers(folder: Path
     query, document = run.predict([{"query": "red cat"}, {"text": "red cat"}])
     assert np.linalg.norm(query["embedding"]) == pytest.approx(1, abs=1e-5)
     assert query != document
+
+
+def sentences(folder: Path, **settings: Any) -> Path:
+    """The files of sentence-transformers, with mean pooling."""
+    (folder / "1_Pooling").mkdir(parents=True)
+    modules = [{"path": "", "type": "models.Transformer"}, {"path": "1_Pooling", "type": "models.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_what_a_directory_of_sentence_transformers_sets_is_used_and_stays(folder: Path, tmp_path: Path):
+    given = {"query": "q: ", "passage": "p: ", "sts": "s: "}
+    base = sentences(tmp_path / "base", prompts=given, default_prompt_name="query")
+    shutil.copytree(folder / "encoder", base, dirs_exist_ok=True)
+    task = task_of(recipe(folder, "embedding", rows("embedding", 3), "prompts", model_path=str(base)))
+    assert task.notes()[-1] == "vectors: pooling mean, of length 1, 'q: ' before queries, 'p: ' before documents"
+    written = task.saved_files()["config_sentence_transformers.json"]
+    assert written == {
+        "prompts": {**given, "document": "p: "}, "default_prompt_name": "query", "similarity_fn_name": "cosine",
+    }  # fmt: skip
+    by_dot = sentences(tmp_path / "dot", similarity_fn_name="dot")
+    assert sentence_transformers_files.options_of(by_dot)["normalize"] is False
+    pairs = sentences(tmp_path / "pairs", model_type="CrossEncoder")
+    scoring = BertConfig(architectures=["BertForSequenceClassification"])
+    scoring.num_labels = 1
+    assert described_task(pairs, scoring) == {"model_type": "reranker"}
+    (base / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    with pytest.raises(ConfigError, match=r"small letters \(do_lower_case\), and its tokenizer does not"):
+        task_of(recipe(folder, "embedding", rows("embedding", 3), "lower", model_path=str(base))).build()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "1_Pooling/config.json",
+            '{"pooling_mode": "cls", "include_prompt": false}',
+            "leaves the tokens of prompts out",
+        ),
+        ("1_Pooling/config.json", "{", "cannot be read"),
+        ("modules.json", '{"a": 1}', "has a dict, not a list"),
+        ("modules.json", '[{"idx": 0}]', "does not list modules"),
+        ("config_sentence_transformers.json", '{"prompts": {"query": 3}}', "has the prompts {'query': 3}"),
+        ("config_sentence_transformers.json", '{"truncate_dim": 8}', "cuts vectors to truncate_dim: 8"),
+        ("config_sentence_transformers.json", '{"similarity_fn_name": "euclidean"}', "compares vectors by euclidean"),
+    ],
+)
+def test_what_would_not_be_trained_of_it_is_one_message(tmp_path: Path, file: str, content: str, message: str):
+    base = sentences(tmp_path / "base")
+    (base / file).write_text(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        sentence_transformers_files.options_of(base)
+    assert caught.value.where == str(base / file)
 
 
 @pytest.mark.slow
