@@ -23,10 +23,18 @@ def exporting(target: Path) -> Iterator[Path]:
         target: the directory that is exported to; its parent exists and can be written.
 
     Raises:
-        CheckpointError: another process is exporting to it.
+        CheckpointError: another process is exporting to it, or nothing can be written there.
     """
     lock = FileLock(target.with_name(f".{target.name}.lock"))
-    if not lock.acquire(lambda _, seconds: seconds > WAIT_SECONDS and lock.holder_alive):
+    try:
+        is_free = lock.acquire(lambda _, seconds: seconds > WAIT_SECONDS and lock.holder_alive)
+    except OSError as error:
+        raise CheckpointError(
+            f"nothing can be written into {target.parent}: {error.strerror or error}",
+            where="--to",
+            remedy="name another directory",
+        ) from error
+    if not is_free:
         raise CheckpointError(
             f"{lock.holder()} is exporting to {target}", where="--to", remedy="wait for it, or name another directory"
         )
