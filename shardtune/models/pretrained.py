@@ -25,6 +25,8 @@ GIVE_A_MODEL = (
 TRUST = "read that code; if you trust it, set actor.model.trust_remote_code=true"
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files that are downloaded besides weights."""
+GENERATION = "generation_config.json"
+"""The settings of generation."""
 
 
 def load_config(

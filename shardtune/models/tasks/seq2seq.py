@@ -19,6 +19,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from shardtune.batch import IGNORED, Batch, LossSum
 from shardtune.data.encoder import Row
+from shardtune.models.pretrained import GENERATION
 from shardtune.models.tasks.columns import SOURCE, TARGET, column_of, text_of
 from shardtune.models.tasks.encoder import PADDED
 from shardtune.models.tasks.metrics import installed, rouge
@@ -33,13 +34,14 @@ class Seq2SeqOptions(BaseModel):
 
     Attributes:
         source_prefix: put before every source, such as "summarize: ".
-        num_beams: of a generated answer; 1: greedy.
+        num_beams: of a generated answer, also in the settings of generation that are written; 1: greedy; null: as the
+            model's settings of generation have it.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     source_prefix: str = ""
-    num_beams: int = Field(1, ge=1)
+    num_beams: int | None = Field(None, ge=1)
 
 
 class Seq2Seq(TextTask):
@@ -55,6 +57,10 @@ class Seq2Seq(TextTask):
     def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Sequence[str]:
         """None: an encoder-decoder is whole."""
         return ()
+
+    def saved_files(self) -> Mapping[str, object]:
+        beams = self.options.num_beams
+        return {**super().saved_files(), **({} if beams is None else {GENERATION: {"num_beams": beams}})}
 
     def columns(self, row: Row) -> Sequence[str | None]:
         return (column_of(row, SOURCE), column_of(row, TARGET))
@@ -109,13 +115,13 @@ class Seq2Seq(TextTask):
         """`written` [rows, tokens], at most as many as the model has positions for; ranks keep step."""
         evaluation, positions = self.recipe.eval, self.max_positions
         most = evaluation.max_new_tokens if positions is None else min(evaluation.max_new_tokens, positions - 1)
+        beams = {} if self.options.num_beams is None else {"num_beams": self.options.num_beams}
         sampling = {"do_sample": True, "temperature": evaluation.temperature} if evaluation.temperature else {}
         written = model.generate(
             **self._source(batch),
             max_new_tokens=most,
-            num_beams=self.options.num_beams,
             synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
-            **{"do_sample": False, **sampling},
+            **{"do_sample": False, **sampling, **beams},
         )
         return {"written": written}
 

@@ -63,9 +63,11 @@ class TextTask(Adapter):
     def config(self) -> PreTrainedConfig:
         """The model's config, with what the task sets in it."""
         config = deepcopy(self.loaded_config)
+        pad, fixed = self.tokenizer.pad_token_id, config.model_type in OFFSET_POSITIONS or config.is_encoder_decoder
         if config.pad_token_id is None:
-            pad = self.tokenizer.pad_token_id
             config.pad_token_id = pad if pad is not None else self.tokenizer.eos_token_id
+        elif pad is not None and not fixed:  # the token that users' batches have: heads of decoders look for it
+            config.pad_token_id = pad
         check_vocabulary(self.tokenizer, config, self.recipe.actor.added_tokens)
         self.configure(config)
         self._check_head(config.num_labels)

@@ -11,7 +11,7 @@ from typing import final
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardtune.checkpoint.atomic import write_json
+from shardtune.checkpoint.atomic import read_json, write_json
 from shardtune.checkpoint.companions import copy_companions
 from shardtune.checkpoint.hf_save import (
     DiskDtype,
@@ -28,7 +28,7 @@ from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.config import Recipe
 from shardtune.errors import CheckpointError, ShardtuneError
 from shardtune.models.lora.attach import is_adapted
-from shardtune.models.pretrained import settings_directory
+from shardtune.models.pretrained import GENERATION, settings_directory
 from shardtune.models.vision.processors import lacks_video
 from shardtune.parallel.fsdp2 import MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
@@ -46,7 +46,7 @@ class TextParts:
         processor: what prepares images or other inputs.
         chat_template: that it was trained with; None: the tokenizer's.
         end_of_turn_ids: tokens that end an answer.
-        files: further files by name: JSON, or bytes.
+        files: further files by name: JSON, or bytes; settings of generation are added to those of the model.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -126,6 +126,8 @@ class ModelExport:
             (directory / name).parent.mkdir(exist_ok=True)
             if isinstance(content, bytes):
                 (directory / name).write_bytes(content)
+            elif name == GENERATION and isinstance(content, Mapping) and (directory / name).is_file():
+                write_json(directory / name, {**read_json(directory / name), **content})
             else:
                 write_json(directory / name, content)
 

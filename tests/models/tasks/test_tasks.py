@@ -138,6 +138,8 @@ def test_rows_are_encoded_again_with_another_tokenizer(folder: Path, tmp_path: P
         folder, "reranker", [{"query": "a", "document": "cat", "label": 1}], model_path=f"{tmp_path}/encoder"
     )
     task = task_of(values)
+    task.loaded_config.pad_token_id = 1
+    assert task.config.pad_token_id == 0  # the tokenizer's, by which users' batches are padded
     keys = [task.encoder(with_prompts=False).cache_key()]
     keys.append(task_of({**values, "tokenizer": {"new_tokens": ["<x>"]}}).encoder(with_prompts=False).cache_key())
     task.tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()  # pyright: ignore[reportAttributeAccessIssue]
@@ -285,14 +287,19 @@ def test_texts_are_read_and_written_within_the_positions_of_bart(folder: Path):
     bart = folder / "bart"
     model = BartForConditionalGeneration(config)
     model.final_logits_bias[:, 3] = -1e9
+    model.generation_config.update(num_beams=4, min_length=3)
     model.save_pretrained(bart)
     save_tokenizer(bart, pair=False)
-    values = recipe(folder, "seq2seq", rows("seq2seq", 4), "bart", model_path=str(bart))
+    options = {"num_beams": 1}
+    values = recipe(folder, "seq2seq", rows("seq2seq", 4), "bart", model_path=str(bart), options=options)
     values["eval"] = {"max_new_tokens": 64}
     worker = SFTWorker(load_recipe(values), report=lambda _: None)
     worker.setup()
     short, long = predict(worker, [{"source": "a cat"}, {"source": "red cat " * 20}])
+    worker.export(folder / "bart-final", "fp32")
     worker.release()
+    generation = json.loads((folder / "bart-final" / "generation_config.json").read_text())
+    assert (generation["num_beams"], generation["min_length"]) == (1, 3)
     assert "truncated" not in short
     assert long["truncated"]
     for one in (short, long):
