@@ -166,11 +166,13 @@ class DataFiles:
         return known[number]
 
     def span(self, number: int) -> OrderSource:
-        """The indices of a file's rows, with the weight of its source; the file is counted."""
+        """The indices of a file's rows, with the weight of its source; the file is counted.
+
+        Its rows are drawn by its number and not by its path, which is another one on another host, or when it is moved.
+        """
         one, start = self._files[number], number << NUMBER_BITS
-        return OrderSource(
-            f"{one.source.name}: {one.file.label}", start, start + self.places(number), one.source.weight
-        )
+        name, stop = f"{one.source.name}: {one.file.label}", start + self.places(number)
+        return OrderSource(name, start, stop, one.source.weight, drawn_by=f"file {number}")
 
     @property
     def spans(self) -> Spans:

@@ -65,12 +65,18 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class OrderSource:
-    """Rows [start, stop) of the data set, of which an epoch holds round(weight x rows)."""
+    """Rows [start, stop) of the data set, of which an epoch holds round(weight x rows).
+
+    Attributes:
+        name: for messages.
+        drawn_by: identifies it where some of its rows are drawn; None: its name does.
+    """
 
     name: str
     start: int
     stop: int
     weight: float = 1.0
+    drawn_by: str | None = None
 
     @property
     def rows_per_epoch(self) -> int:
@@ -196,7 +202,7 @@ class DataOrder:
         size = source.stop - source.start
         if source.rows_per_epoch == size or not self._shuffle or not place.size:
             return place % max(size, 1)
-        key = derive_seed(self._seed, epoch, source.name, "source")
+        key = derive_seed(self._seed, epoch, source.name if source.drawn_by is None else source.drawn_by, "source")
         return permute(place % size, size, key)
 
     def step(self, epoch: int, start: int) -> np.ndarray:

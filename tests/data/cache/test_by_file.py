@@ -18,6 +18,7 @@ from shardtune.data.cache.ahead import FilesAhead, FileStepLoader
 from shardtune.data.cache.by_file import RowsByFile, open_by_file
 from shardtune.data.cache.data_files import NUMBER_BITS
 from shardtune.data.loader.file_order import FileOrder
+from shardtune.data.loader.order import DataOrder
 from shardtune.data.loader.protocol import DataState
 from shardtune.data.loader.step_loader import BatchMaker, Limits
 from shardtune.data.prepare import WeighedRows
@@ -104,6 +105,17 @@ def test_weights_that_are_rounded_for_each_file_are_said(folder: Path) -> None:
         entry = {"path": str(folder / f"{path}.jsonl"), "name": "here", "weight": weight}
         opened(folder, said.append, train_data_paths=[entry])
         assert any("here: the weight 0.5 is rounded for each of its 5 files" in line for line in said) == is_said
+
+
+def test_the_rows_that_a_weight_draws_are_the_same_wherever_the_files_lie(folder: Path, tmp_path: Path) -> None:
+    def drawn(place: Path) -> list[int]:
+        entry = {"path": str(place / "*.jsonl"), "name": "here", "weight": 0.5}
+        files = opened(place, train_data_paths=[entry]).data_files
+        return (
+            DataOrder([files.span(number) for number in range(5)], seed=1, global_batch_size=4).rows(0, 0, 15).tolist()
+        )
+
+    assert drawn(Path(shutil.copytree(folder, tmp_path / "moved"))) == drawn(folder)
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(folder: Path) -> None:
