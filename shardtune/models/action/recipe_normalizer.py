@@ -118,11 +118,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def normalizer_of(normalizers: Mapping[str, Normalizer], dataset: str | None) -> Normalizer:
-    """The normalizer of a data set; where there is only one, that one.
+    """The normalizer of a data set; None: the only one.
 
     Raises:
-        ConfigError: there are several, and none has this name.
+        ConfigError: none has this name, or there are several and none is named.
     """
-    if len(normalizers) == 1:
-        return next(iter(normalizers.values()))
     return normalizers[choose_key(normalizers, dataset)]

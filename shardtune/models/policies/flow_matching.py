@@ -252,6 +252,8 @@ class FlowPolicy(Policy):
                     f"{height} x {width} (height x width)"
                 )
             fields[name] = np.ascontiguousarray(image.transpose(2, 0, 1))
+        if not instruction.strip():
+            raise ValueError("the instruction is empty")
         words = self._words(instruction)
         return fields | {TOKENS: words, WORDS: np.int64(np.count_nonzero(words >= 0))}
 

@@ -171,6 +171,8 @@ def test_an_adapter_has_the_statistics_of_its_rows(folder: Path) -> None:
     assert found.mapping == {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MIN_MAX"}
     chosen = adapter_of(recipe(folder, normalization_mapping={"STATE": "IDENTITY"})).normalizer
     assert (chosen.state.mode, chosen.actions.mode) == ("IDENTITY", "MIN_MAX")
+    with pytest.raises(ConfigError, match="no action statistics of 'lite'; there are of: light"):
+        _ = adapter_of(recipe(folder), "actor.model.unnorm_key=lite").normalizer
     two = recipe(folder)
     two["data"]["train_data_paths"] = [str(folder / "light"), str(folder / "other")]
     both = adapter_of(two)

@@ -241,9 +241,11 @@ def test_what_cannot_be_built_is_refused(folder: Path, kind: str, options: dict[
         policy_of(recipe(folder, kind, options=options)).build()
 
 
-def test_a_camera_that_no_option_lets_be_missing_is_refused(folder: Path) -> None:
+def test_an_observation_without_a_camera_or_an_instruction_is_refused(folder: Path) -> None:
     adapter = policy_of(recipe(folder, "smolvla"))
     act = adapter.policy(adapter.root(adapter.build().eval()), torch.device("cpu"))
     seen: Any = observation()
     with pytest.raises(ModelError, match=r"no camera top, only wrist .*empty_cameras: 1 lets the policy do without"):
         act([observation(images={"wrist": seen["images"]["wrist"]})])
+    with pytest.raises(ModelError, match="the instruction is empty"):
+        act([observation(instruction=" ")])
