@@ -93,16 +93,20 @@ class ClosedLoop:
         """The seed of an episode, the same on any rank: a number from 0 to 2**32 - 1."""
         return derive_seed(self.seed, "episode", episode) % 2**32
 
-    def check(self) -> None:
+    def check(self) -> Observation:
         """Make one environment and begin the first episode, so that its faults show before training starts.
+
+        Returns:
+            its first observation.
 
         Raises:
             ConfigError: it cannot be made, or its `reset` fails or returns no observation.
         """
         check_format(self.video_format)
         environment = self.source.make()
-        checked_reset(environment, self.source, 0, self.episode_seed(0))
+        observation = checked_reset(environment, self.source, 0, self.episode_seed(0))
         environment.close()
+        return observation
 
 
 @dataclass(frozen=True, slots=True)

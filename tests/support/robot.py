@@ -9,6 +9,7 @@ import numpy as np
 
 from shardtune.data.robot.episode import Episode
 from shardtune.data.robot.lerobot_writer import write_lerobot
+from shardtune.models.action.environment import Environment, Observation, Outcome
 
 DIMENSIONS = 3
 NAMES = ["x", "y", "gripper"]
@@ -37,3 +38,16 @@ def episodes(count: int, seed: int = 0, longest: int = 6, *, rewards: bool = Fal
 
 def save_episodes(folder: Path, count: int = 12, seed: int = 0, *, rewards: bool = False) -> Path:
     return write_lerobot(folder, episodes(count, seed, rewards=rewards), fps=10, action_names=NAMES)
+
+
+class Dark(Environment):
+    """Observations as in these data; nothing succeeds."""
+
+    def __init__(self, camera: str = "wrist") -> None:
+        self._camera = camera
+
+    def reset(self, seed: int) -> Observation:
+        return {"images": {self._camera: frame(-1)}, "instruction": "Follow", "state": np.zeros(2, np.float32)}
+
+    def step(self, action: np.ndarray) -> Outcome:
+        return Outcome(self.reset(0), success=False)

@@ -593,6 +593,19 @@ def prepare_row(row: Row, source: Source) -> Row | None:
     return source.representation.converted(prepared)
 
 
+def usable_rows(source: Source) -> Iterator[Row]:
+    """The rows of a source as encoders get them, without those that cannot be used or that the transform drops."""
+    for file in source.files:
+        for _, row in source.rows(file):
+            try:
+                prepared = None if isinstance(row, RowError) else prepare_row(row, source)
+            except Exception as error:
+                caused_by(error, row)
+                continue
+            if prepared is not None:
+                yield prepared
+
+
 def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: str) -> tuple[str, Row]:
     """The first row, or with `on_bad_row: skip` the first that can be used, after its format."""
     first: DataError | None = None

@@ -13,7 +13,7 @@ from shardtune.data.encoder import FrameOptions
 from shardtune.data.robot.representation import Representation, described
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.models.action.action_mask import left_as_is
-from shardtune.models.action.environment import Policy, Valuation
+from shardtune.models.action.environment import Observation, Policy, Valuation
 from shardtune.models.action.normalizer import Normalizer
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE, normalizer_of, recipe_normalizers
 from shardtune.models.adapter import Adapter, AdapterRoot
@@ -137,6 +137,17 @@ class ActingAdapter(Adapter):
             root: the sharded module that `self.root` made, in evaluation mode; `root.act(…)` is `self.act(model, …)`
                 with the weights gathered.
             device: where it computes.
+        """
+
+    def check_observation(self, observation: Observation) -> None:
+        """Refuse an observation that the policy cannot act on; called with the first one of `eval.environment` before
+        training. By default nothing is known of observations.
+
+        Args:
+            observation: with `earlier` ones where the policy sees several frames.
+
+        Raises:
+            ShardtuneError: it cannot.
         """
 
     def values(self, root: AdapterRoot, device: torch.device) -> Valuation | None:

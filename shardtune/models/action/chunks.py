@@ -86,11 +86,7 @@ class ActionChunks:
             )
         steps = len(chunk) if self._steps is None else self._steps
         if steps > len(chunk):
-            raise ConfigError(
-                f"eval.action_steps is {steps}, and the model gives chunks of {len(chunk)} actions",
-                where="eval.action_steps",
-                remedy=f"set it to {len(chunk)} or less",
-            )
+            raise too_many_steps(steps, len(chunk))
         self._chunks = [chunk] if self._exponent is None else [*self._chunks, chunk]
         self._left = steps
 
@@ -101,3 +97,12 @@ class ActionChunks:
         self._chunks = [chunk[1:] for chunk in self._chunks if len(chunk) > 1]
         self._left -= 1
         return (weights @ predicted / weights.sum()).astype(np.float32)
+
+
+def too_many_steps(steps: int, chunk: int) -> ConfigError:
+    """The error for more actions between two predictions than a chunk has."""
+    return ConfigError(
+        f"eval.action_steps is {steps}, and the model gives chunks of {chunk} actions",
+        where="eval.action_steps",
+        remedy=f"set it to {chunk} or less",
+    )

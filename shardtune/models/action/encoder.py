@@ -112,7 +112,7 @@ class ActionEncoder(ImageChatEncoder):
         return found if self.values is None else {**found, VALUE: sample.target_weight}
 
     def cache_key(self) -> str:
-        settings = {**asdict(self.settings), "value_sizes": None, "cameras": None}
+        settings = {**asdict(self.settings), "value_sizes": None}
         parts = [super().cache_key(), json.dumps([settings, asdict(self.form)], sort_keys=True), str(ENCODING_VERSION)]
         parts += [] if self.values is None else [RETURN]
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=20).hexdigest()
@@ -127,7 +127,10 @@ class ActionEncoder(ImageChatEncoder):
         clipped = codec.statistics.outside(actions, TOLERANCE)
         if clipped is not None:
             raise self._clipped(row, key, clipped)
-        images = [read_image(row["images"][camera], self._folder) for camera in sorted(row["images"])]
+        shown, known = tuple(sorted(row["images"])), self.settings.cameras
+        if known is not None and shown != known:
+            raise RowError(f"it shows {_listed(shown)}, the first frame of the training data {_listed(known)}")
+        images = [read_image(row["images"][camera], self._folder) for camera in shown]
         prompt, stop = self._prompt(str(row["instruction"]), row["state"], images, key)
         padded = np.asarray(row["action_is_pad"], dtype=bool)
         weights = np.concatenate(
@@ -289,12 +292,15 @@ def check_prompt(text: str, *, with_state: bool) -> None:
 
 
 def _other_cameras(shown: Sequence[str], known: Sequence[str]) -> ConfigError:
-    shows, had = (", ".join(names) or "no camera" for names in (shown, known))
     return ConfigError(
-        f"the observation shows {shows}, the model was trained with {had}",
+        f"the observation shows {_listed(shown)}, the model was trained with {_listed(known)}",
         where="observation['images']",
         remedy="name its cameras, those of an environment too, as the training data do, and show all of them",
     )
+
+
+def _listed(cameras: Sequence[str]) -> str:
+    return ", ".join(cameras) or "no camera"
 
 
 def as_stored(pixels: np.ndarray) -> StoredImage:

@@ -15,7 +15,7 @@ from shardtune.data.action_statistics import source_statistics, to_json
 from shardtune.data.encoder import FrameOptions
 from shardtune.data.robot.representation import ENTRY as REPRESENTATION
 from shardtune.data.robot.representation import check_statistics
-from shardtune.data.sources.resolve import Source, resolve_sources
+from shardtune.data.sources.resolve import Source, resolve_sources, usable_rows
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.action.action_mask import check_range, chosen_mask
 from shardtune.models.action.check_length import stored_statistics
@@ -181,8 +181,7 @@ def _cameras(recipe: Recipe, stored: ActionSettings | None) -> tuple[str, ...] |
 
 
 def _first_cameras(source: Source) -> tuple[str, ...] | None:
-    rows = (row for file in source.files for _, row in source.rows(file))
-    row = next((row for row in rows if isinstance(row, Mapping)), None)
+    row = next(usable_rows(source), None)
     return None if row is None else tuple(sorted(row["images"]))
 
 

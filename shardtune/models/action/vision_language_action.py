@@ -258,6 +258,9 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
     def root(self, model: nn.Module) -> ActionRoot:
         return ActionRoot(self, model)
 
+    def check_observation(self, observation: Observation) -> None:
+        self.actions.observed(observation)
+
     def policy(self, root: AdapterRoot, device: torch.device) -> Policy:
         """The likeliest actions for observations, by the statistics of `actor.model.unnorm_key`."""
         assert isinstance(root, ActionRoot)

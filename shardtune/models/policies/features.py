@@ -9,9 +9,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardtune.config import Recipe
-from shardtune.data.encoder import FrameOptions, RowError
+from shardtune.data.encoder import FrameOptions
 from shardtune.data.robot.images import decode_frame
-from shardtune.data.sources.resolve import Source, prepare_row, resolve_sources
+from shardtune.data.sources.resolve import resolve_sources, usable_rows
 from shardtune.errors import ConfigError
 from shardtune.models.options import KEY
 
@@ -148,7 +148,7 @@ def unseen(recipe: Recipe, train_data: object, frames: FrameOptions, features: F
     spec = recipe.data.train_data_paths if train_data is None else train_data
     wanted, found = {camera_of(feature) for feature in features.cameras}, []
     for source in [] if spec is None else resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None):
-        row = next((row for row in _rows_of(source)), None)
+        row = next(usable_rows(source), None)
         if row is None:
             continue
         parts = [f"the camera {camera}" for camera in sorted(row["images"]) if camera not in wanted]
@@ -162,13 +162,4 @@ def _rows(recipe: Recipe, spec: object, frames: FrameOptions) -> Iterator[Mappin
     if spec is None:
         return
     for source in resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None):
-        yield from _rows_of(source)
-
-
-def _rows_of(source: Source) -> Iterator[Mapping[str, Any]]:
-    """The rows that can be used."""
-    for file in source.files:
-        for _, row in source.rows(file):
-            prepared = None if isinstance(row, RowError) else prepare_row(row, source)
-            if prepared is not None:
-                yield prepared
+        yield from usable_rows(source)

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row
 from shardtune.data.robot.images import decode_frame
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import ConfigError
 from shardtune.models.action.acting import ActingRoot
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.environment import Policy as ActFunction
@@ -336,10 +336,7 @@ class FlowPolicy(Policy):
         assert isinstance(root, ActingRoot)
 
         def act(observations: Sequence[Observation]) -> np.ndarray:
-            try:
-                rows = [self._fields(one["images"], one["state"], one["instruction"]) for one in observations]
-            except ValueError as error:
-                raise ModelError(f"the policy cannot act on the observation: {error}", where="observation") from error
+            rows = [self._observed(one) for one in observations]
             longest = max(len(one[TOKENS]) for one in rows)
             for one in rows:
                 one[TOKENS] = np.pad(one[TOKENS], (0, longest - len(one[TOKENS])))
@@ -349,6 +346,12 @@ class FlowPolicy(Policy):
             return self.normalizer.actions.unnormalise(chunk.float().cpu().numpy())
 
         return act
+
+    def _observed(self, observation: Observation) -> dict[str, np.ndarray]:
+        try:
+            return self._fields(observation["images"], observation["state"], observation["instruction"])
+        except ValueError as error:
+            raise self._cannot_act(error) from error
 
     # Its directory.
 

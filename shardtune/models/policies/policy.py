@@ -244,6 +244,9 @@ class Policy(ActingAdapter):
     def act(self, model: Any, *inputs: Any) -> torch.Tensor:
         return self.predict(model, *inputs)
 
+    def check_observation(self, observation: Observation) -> None:
+        self._observed(observation)
+
     def policy(self, root: AdapterRoot, device: torch.device) -> ActFunction:
         assert isinstance(root, ActingRoot)
 
@@ -271,14 +274,17 @@ class Policy(ActingAdapter):
         try:
             return self._seen([frame["images"] for frame in frames], [frame["state"] for frame in frames])
         except ValueError as error:
-            cameras = ", ".join(map(camera_of, self.features.cameras))
-            inputs = [f"images of {cameras}"] if cameras else []
-            inputs += [f"a state of {self.features.state} numbers"] if self.features.state else []
-            raise ModelError(
-                f"the policy cannot act on the observation: {error}",
-                where="observation",
-                remedy=f"give {' and '.join(inputs)}, as the training data have them",
-            ) from error
+            raise self._cannot_act(error) from error
+
+    def _cannot_act(self, error: ValueError) -> ModelError:
+        cameras = ", ".join(map(camera_of, self.features.cameras))
+        inputs = [f"images of {cameras}"] if cameras else []
+        inputs += [f"a state of {self.features.state} numbers"] if self.features.state else []
+        return ModelError(
+            f"the policy cannot act on the observation: {error}",
+            where="observation",
+            remedy=f"give {' and '.join(inputs)}, as the training data have them",
+        )
 
     def action_error(self, chunk: torch.Tensor, batch: Batch) -> dict[str, tuple[float, float]]:
         """How far a normalised chunk is off on average, in the units of the data, as a metric."""

@@ -21,17 +21,19 @@ from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.packing import pack
 from shardtune.data.loader.step_loader import BatchMaker, Changes, Limits
 from shardtune.data.prepare import PreparedData, WeighedRows
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.evaluate.closed_loop import METRICS, ClosedLoop, play
 from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, sum_evaluation, summarize
 from shardtune.models.action.absolute import absolute_policy
 from shardtune.models.action.acting import ActingAdapter
+from shardtune.models.action.chunks import ObservationHistory, too_many_steps
 from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, LanguageRoot, WholeStepAdapter
 from shardtune.models.adapter_contract import check_value_head
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.distillation import Distillation
 from shardtune.models.fast_parts.start import TOKENS, FastParts, fast_parts
 from shardtune.models.packing_probe import LONGEST
+from shardtune.models.policies.policy import Policy
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.models.source_losses import SourceLosses
 from shardtune.models.tasks.task import Record, TaskRoot, TextTask
@@ -405,7 +407,8 @@ def episodes(recipe: Recipe, adapter: Adapter) -> ClosedLoop | None:
     """The episodes that a recipe configures, with a tested environment; None without any.
 
     Raises:
-        ConfigError: the model cannot act, or the environment cannot be used.
+        ConfigError: the model cannot act, the environment cannot be used or shows what the model cannot act on, or more
+            actions of a chunk are to be executed than a ready policy predicts.
     """
     found = ClosedLoop.of(recipe)
     if found is None:
@@ -417,7 +420,19 @@ def episodes(recipe: Recipe, adapter: Adapter) -> ClosedLoop | None:
             remedy="leave it out, or use actor.model.model_type: vision_language_action; an adapter of your own "
             "derives from shardtune.models.action.acting.ActingAdapter",
         )
-    found.check()
+    observation = found.check()
     if found.action_steps is None and found.temporal_ensembling is None:
         found = replace(found, action_steps=adapter.action_steps, temporal_ensembling=adapter.temporal_ensembling)
-    return replace(found, observation_steps=adapter.observation_steps)
+    found = replace(found, observation_steps=adapter.observation_steps)
+    try:
+        adapter.check_observation(ObservationHistory(found.observation_steps).see(observation))
+    except ShardtuneError as error:
+        raise ConfigError(
+            f"the first observation of {found.source.name}: {error.what}",
+            where=f"eval.environment: {recipe.eval.environment}",
+            remedy=error.remedy,
+        ) from error
+    steps = found.action_steps or 0
+    if isinstance(adapter, Policy) and steps > adapter.chunk_size:
+        raise too_many_steps(steps, adapter.chunk_size)
+    return found

@@ -412,6 +412,15 @@ def test_other_cameras_than_those_of_the_data_are_refused(folder: Path) -> None:
     for images in ({"front": seen["images"]["wrist"]}, {**seen["images"], "front": seen["images"]["wrist"]}, {}):
         with pytest.raises(ConfigError, match="the model was trained with wrist"):
             adapter.actions.observed(Observation(images=images, instruction="Go", state=seen["state"]))
+        with pytest.raises(RowError, match=r"it shows .*, the first frame of the training data wrist"):
+            adapter.encode(row(images=images))
+
+
+def test_cameras_are_those_of_the_first_row_that_the_transform_gives(folder: Path, tmp_path: Path) -> None:
+    code = 'def own(row):\n    return {**row, "images": {"hand": 0}} if 6 / row["frame"] else row'
+    (tmp_path / "own.py").write_text(code)
+    changes = {"data__transform": f"{tmp_path}/own.py:own", "data__on_bad_row": "skip"}
+    assert adapter_of(folder, "llava", **changes).settings.cameras == ("hand",)
 
 
 # -- several ranks, stored parts -----------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.training.worker.adapter_task import episodes
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.adapter import verify_adapter
+from tests.support import robot
 from tests.support.robot import save_episodes
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -218,14 +219,18 @@ def test_what_cannot_be_built_is_refused(folder: Path, kind: str, options: dict[
 
 
 def test_how_much_of_a_chunk_is_executed(folder: Path) -> None:
-    """As the options have it, unless the recipe names it."""
+    """As the options have it, unless the recipe names it. What cannot be done is refused before training."""
     options = OPTIONS["act"] | {"n_action_steps": 1, "temporal_ensemble_coeff": 0.01}
-    values = recipe(folder, "act", options=options) | {"eval": {"environment": "point2d"}}
+    values = recipe(folder, "act", options=options) | {"eval": {"environment": f"{robot.__file__}:Dark"}}
     for overrides, expected in (((), (1, 0.01)), (("eval.action_steps=3",), (3, None))):
         loaded = load_recipe(values, overrides)
         found = episodes(loaded, find_adapter(loaded))
         assert found is not None
         assert (found.action_steps, found.temporal_ensembling) == expected
+    for override, what in (("action_steps=4", "chunks of 3 actions"), ("environment_options.camera=eye", "only eye")):
+        loaded = load_recipe(values, [f"eval.{override}"])
+        with pytest.raises(ConfigError, match=what):
+            episodes(loaded, find_adapter(loaded))
 
 
 def test_another_policys_directory_is_refused(tmp_path: Path) -> None:
