@@ -110,6 +110,9 @@ class Hdf5Episode:
     def names(self) -> Sequence[str]:
         return [*self._datasets, *(name for name in self._attributes if name not in self._datasets)]
 
+    def arrays(self) -> Sequence[str]:
+        return list(self._datasets)
+
     def texts(self) -> Sequence[str]:
         return [name for name in self.names() if name not in self._datasets or _is_text(self._datasets[name])]
 

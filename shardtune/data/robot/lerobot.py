@@ -31,6 +31,8 @@ _PATHS = {
     ),
 }
 COPY = "copy the data set completely, or record it again"
+_COUNTS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+"""Columns of every data set that place a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,13 @@ def unread_images(folder: str | Path, mapping: Mapping[str, str]) -> list[str]:
     chosen = {column for role, column in mapping.items() if role.startswith(IMAGES)}
     used = chosen or {name for name, feature in images.items() if _is_picture(feature)}
     return [name for name in images if name not in used]
+
+
+def unread_columns(folder: str | Path, mapping: Mapping[str, str]) -> list[str]:
+    """The columns of a data set besides those of images that frames are not made of."""
+    info = _json(Path(folder) / INFO).get("features") or {}
+    read = {*find_columns(info, mapping, ()).named.values(), *_COUNTS}
+    return [name for name, one in info.items() if name not in read and one.get("dtype") not in ("image", "video")]
 
 
 def is_lerobot(folder: Path) -> bool:

@@ -36,6 +36,8 @@ ROLES = {
     "return": ("return",),
 }
 """Role -> the usual names of arrays, relative to the episode; parts joined by " + " are one vector."""
+_ENDS = ("is_first", "is_last", "is_terminal", "discount", "dones")
+"""Arrays that say where an episode begins and ends."""
 _CHUNK_FRAMES = 64
 _CHUNK_BYTES = 1 << 24
 _VECTOR_FRAMES = 1 << 18
@@ -76,6 +78,10 @@ class RecordedEpisode(Protocol):
 
     def names(self) -> Sequence[str]:
         """All arrays and texts, relative to the episode."""
+        ...
+
+    def arrays(self) -> Sequence[str]:
+        """The names of what each frame has."""
         ...
 
     def texts(self) -> Sequence[str]:
@@ -145,10 +151,13 @@ def recorded_vectors(episodes: Iterable[RecordedEpisode], columns: Mapping[str, 
         yield _together(waiting)
 
 
-def recorded_roles(episode: RecordedEpisode, columns: Mapping[str, str]) -> str:
-    """Which arrays are the action, the state and the instruction, in words."""
-    named = _columns(episode, columns).named
-    return ", ".join(f"{role}: {named.get(role, 'none')}" for role in ("action", "state", "instruction"))
+def recorded_roles(episode: RecordedEpisode, columns: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Which arrays are the action, the state and the instruction, in words; and those that are not read, texts first."""
+    found, texts = _columns(episode, columns), episode.texts()
+    roles = ", ".join(f"{role}: {found.named.get(role, 'none')}" for role in ("action", "state", "instruction"))
+    joined = {part for name in found.named.values() for part in (name, *name.split(JOIN))}
+    read = {*joined, *found.cameras.values(), *_ENDS}
+    return roles, sorted((name for name in episode.arrays() if name not in read), key=lambda name: name not in texts)
 
 
 def _together(episodes: Sequence[_Vectors]) -> FileVectors:

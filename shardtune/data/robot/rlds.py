@@ -157,9 +157,11 @@ class RldsEpisode:
     described: RldsSet
     features: Mapping[str, Feature]
 
+    def arrays(self) -> Sequence[str]:
+        return [name for name in self.described.steps if f"{_STEPS}/{name}" in self.features]
+
     def names(self) -> Sequence[str]:
-        steps = [name for name in self.described.steps if f"{_STEPS}/{name}" in self.features]
-        return [*steps, *(name for name in self.described.whole if name in self.features)]
+        return [*self.arrays(), *(name for name in self.described.whole if name in self.features)]
 
     def texts(self) -> Sequence[str]:
         return [name for name in self.names() if self._spec(name).dtype == "string"]

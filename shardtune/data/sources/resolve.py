@@ -18,6 +18,7 @@ from shardtune.data.cache_directory import cache_root, print_line
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_by
 from shardtune.data.robot.frames import Origin, describe_frame
 from shardtune.data.robot.lerobot import is_lerobot, open_lerobot, unread_images
+from shardtune.data.robot.lerobot import unread_columns as lerobot_unread
 from shardtune.data.robot.lerobot_frames import read_lerobot
 from shardtune.data.robot.recordings import (
     RECORDINGS,
@@ -202,23 +203,30 @@ def resolve_sources(
         is_text = frames is None and (name_format is None or isinstance(name_format, ChatTitle))
         sources.append(replace(source, title=title, is_text=is_text))
         keys = unread_keys(row, source.format) if is_text else _unread_columns(source)
-        unread = f"; not read: {hub.some_of(keys, _SHOWN_KEYS)}" if keys else ""
-        report(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label}){unread}")
+        number = f"{len(files)} file{'s' if len(files) > 1 else ''}"
+        report(f"data: {name}: {title}, {number} ({files[0].label}){_not_read(keys)}")
         images = unread_images(files[0].path, source.columns) if files[0].kind == LEROBOT else []
         if images:
             report(
                 f"data: {name}: not read are {', '.join(images)} (maps of depth, or data.columns names other cameras)"
             )
         if files[0].kind in RECORDINGS:
-            report(f"data: {name}: {recording_roles(files[0].kind, files[0].path, files[0].part, source.columns)}")
+            roles, keys = recording_roles(files[0].kind, files[0].path, files[0].part, source.columns)
+            report(f"data: {name}: {roles}{_not_read(keys)}")
     return sources
 
 
+def _not_read(names: Sequence[str]) -> str:
+    return f"; not read: {hub.some_of(names, _SHOWN_KEYS)}" if names else ""
+
+
 def _unread_columns(source: Source) -> list[str]:
-    """The columns of a table of frames that are not read; those of other robot data are named by their readers."""
+    """The columns of frames that are not read; the arrays of recordings are named with their roles."""
     file = source.files[0]
-    if source.frames is None or file.kind in ROBOT_KINDS:
+    if source.frames is None or file.kind in RECORDINGS:
         return []
+    if file.kind == LEROBOT:
+        return lerobot_unread(file.path, source.columns)
     return unread_columns(read_chunks(file.path, file.kind), source.columns)
 
 

@@ -383,10 +383,12 @@ class TestForeign:
     def test_maps_of_depth_are_no_cameras(self, foreign, data, read, info):
         features = json.loads((foreign / "meta" / "info.json").read_text())["features"]
         features["observation.image"] |= info
+        features["observation.effort"] = features["observation.state"]
         change_info(foreign, features=features)
         assert [row["images"] for row in read(foreign)] == [{}] * 4
         lines: list[str] = []
         resolve_sources(str(foreign), data, frames=FrameOptions(), report=lines.append)
+        assert lines[0].endswith("; not read: observation.effort")
         assert "not read are observation.image (maps of depth" in lines[1]
         with pytest.raises(DataError, match="no images in colour"):
             read({"path": str(foreign), "columns": {"images.top": "observation.image"}})

@@ -141,6 +141,7 @@ class TestHdf5:
 
     def test_columns_by_name(self, demos, read, data):
         assert "data: demos: action: actions, state: obs/robot0_eef_pos + obs/robot0_eef_quat" in title(demos, data)[1]
+        assert title(demos, data)[1].endswith("; not read: states")
         data.columns = {
             "action": "states + /actions",
             "state": "obs/robot0_eef_quat",
