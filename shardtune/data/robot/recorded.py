@@ -152,7 +152,7 @@ def recorded_vectors(episodes: Iterable[RecordedEpisode], columns: Mapping[str, 
 
 
 def recorded_roles(episode: RecordedEpisode, columns: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Which arrays are the action, the state and the instruction, in words; and those that are not read, texts first."""
+    """Which arrays are the action, the state and the instruction, in words; those that are not read, texts first."""
     found, texts = _columns(episode, columns), episode.texts()
     roles = ", ".join(f"{role}: {found.named.get(role, 'none')}" for role in ("action", "state", "instruction"))
     joined = {part for name in found.named.values() for part in (name, *name.split(JOIN))}
