@@ -29,7 +29,7 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.openvla import OpenVLAConfig
 from shardtune.models.action.openvla_processor import load_openvla_processor, openvla_images
 from shardtune.models.action.policy import ActionPolicy
-from shardtune.models.action.settings import acts_on, settings_for
+from shardtune.models.action.settings import acts_on, kept_statistics, settings_for
 from shardtune.models.action.vision_language_action import VisionLanguageAction
 from shardtune.models.adapter import Adapter, LanguageModel
 from shardtune.models.adapter_contract import check_adapter_class, check_keys_of_actions, check_made
@@ -269,7 +269,8 @@ def vision_language_action(
     form = FrameOptions.of(config, settings.action_chunks_len).representation
     others = _settings(config, wrap, model, data)
     values = _values(config)
-    return VisionLanguageAction(loaded, processor, settings, representation=form, values=values, **others)
+    kept = partial(kept_statistics, recipe, settings)
+    return VisionLanguageAction(loaded, processor, settings, representation=form, values=values, kept=kept, **others)
 
 
 def _values(config: ModelConfig) -> ValueHeadConfig | None:

@@ -147,6 +147,22 @@ def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str
     return together, next(iter(computed)) if len(computed) == 1 else None
 
 
+def kept_statistics(recipe: Recipe, settings: ActionSettings) -> list[str]:
+    """The data sets whose statistics are those saved with the model, while those of their training rows differ; none
+    where the recipe chooses statistics."""
+    model, spec = recipe.actor.model, recipe.data.train_data_paths
+    if spec is None or model.action_statistics is not None or model.unnorm_key is not None:
+        return []
+    try:
+        computed = source_statistics(
+            _sources(recipe, spec), cache_dir=recipe.data.cache_dir, on_bad_row=recipe.data.on_bad_row
+        )
+    except DataError:
+        return []
+    pairs = ((name, one.to_json()["action"], settings.norm_stats[name]["action"]) for name, one in computed.items())
+    return [name for name, found, used in pairs if any(found[end] != list(used[end]) for end in ("q01", "q99"))]
+
+
 def _masked(
     recipe: Recipe, statistics: Mapping[str, DatasetStatistics], names: Collection[str]
 ) -> dict[str, DatasetStatistics]:

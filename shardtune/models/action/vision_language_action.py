@@ -54,6 +54,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         settings: of actions.
         representation: of the actions in rows; None: they are absolute.
         values: the recipe's value head, if one is trained.
+        kept: the data sets whose statistics are the model's own although their rows have others.
         others: as for `VisionLanguage`.
     """
 
@@ -67,9 +68,11 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         *,
         representation: Representation | None = None,
         values: ValueHeadConfig | None = None,
+        kept: Callable[[], Sequence[str]] = tuple,
         **others: Any,
     ) -> None:
         super().__init__(config, processor, **others)
+        self._kept = kept
         self.settings = settings
         self._representation = representation
         self._values = values
@@ -230,6 +233,13 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             for kept, names in groups.items()
         }
         found = [f"the actions of {names} are normalised by their quantiles{kept}" for kept, names in listed.items()]
+        kept = self._kept()
+        if kept:
+            found.append(
+                f"the statistics of {', '.join(kept[:MOST_NAMES])}{', …' if len(kept) > MOST_NAMES else ''} are those "
+                "saved with the model, not those of the training rows, which differ: another name of the data set, or "
+                "model.action_statistics, changes that; model.unnorm_key confirms it"
+            )
         return [*found, *([] if self._representation is None else [self._represented()])]
 
     def _represented(self) -> str:

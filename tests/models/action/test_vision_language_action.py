@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,15 @@ def test_statistics_from_a_file(folder: Path, tmp_path: Path) -> None:
     adapter = adapter_of(folder, "llava", model__action_statistics=str(tmp_path / "own.json"))
     assert adapter.settings.unnorm_key == "elsewhere"
     assert adapter.settings.statistics().high.tolist() == [1.0] * 3
+
+
+def test_statistics_of_the_same_name_stay_and_are_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "llava", tmp_path / "llava")
+    content = {"light": {"action": {"q01": [-9.0] * 3, "q99": [9.0] * 3, "mask": [True] * 3}}}
+    (tmp_path / "llava" / "dataset_statistics.json").write_text(json.dumps(content))
+    adapter = adapter_of(folder, "llava", model__model_path=str(tmp_path / "llava"))
+    assert adapter.settings.statistics("light").high.tolist() == [9.0] * 3
+    assert "the statistics of light are those saved with the model" in adapter.notes()[-1]
 
 
 def test_computed_statistics_leave_the_gripper_alone(folder: Path) -> None:
