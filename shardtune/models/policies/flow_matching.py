@@ -51,7 +51,8 @@ class FlowOptions(PolicyOptions):
     Attributes:
         chunk_size: actions that are predicted; n_action_steps of them are executed.
         empty_cameras: cameras that a row may lack; as many are added to the inputs, and never seen.
-        tokenizer_max_length: tokens of an instruction; those beyond are cut off.
+        tokenizer_max_length: tokens of an instruction; those beyond are cut off where it is given, and an error where
+            it is not.
         load_vlm_weights: whether to start from the weights beside the vision-language model's config.
     """
 
@@ -258,9 +259,16 @@ class FlowPolicy(Policy):
         return fields | {TOKENS: words, WORDS: np.int64(np.count_nonzero(words >= 0))}
 
     def _words(self, instruction: str) -> np.ndarray:
-        """int32 [tokens] of an instruction, which ends with a newline."""
+        """int32 [tokens] of an instruction, which ends with a newline. Raises ValueError for one that would be cut where
+        nobody has chosen the length."""
         text = instruction if instruction.endswith("\n") else f"{instruction}\n"
-        return np.array(self.tokenizer(text)["input_ids"][: self.options.tokenizer_max_length], np.int32)
+        words, most = self.tokenizer(text)["input_ids"], self.options.tokenizer_max_length
+        if len(words) > most and "tokenizer_max_length" not in self.options.model_fields_set:
+            raise ValueError(
+                f"the instruction has {len(words)} tokens, and {most} are read: give {KEY}.tokenizer_max_length: "
+                f"{len(words)}, or {most} to cut it"
+            )
+        return np.array(words[:most], np.int32)
 
     def seen(self, fields: Mapping[str, torch.Tensor]) -> Seen:
         """The network's inputs from fields of rows, stacked."""

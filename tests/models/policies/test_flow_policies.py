@@ -249,3 +249,6 @@ def test_an_observation_without_a_camera_or_an_instruction_is_refused(folder: Pa
         act([observation(images={"wrist": seen["images"]["wrist"]})])
     with pytest.raises(ModelError, match="the instruction is empty"):
         act([observation(instruction=" ")])
+    with pytest.raises(ModelError, match=r"the instruction has 60\d tokens, and 48 are read: give .*_max_length: 60\d"):
+        act([observation(instruction="%&" * 300)])
+    assert len(policy_of(recipe(folder, "smolvla", options={"tokenizer_max_length": 4}))._words("lift it up")) == 4
