@@ -320,7 +320,11 @@ class _Grouping:
 
 
 def _after(frame: object, place: int) -> int:
-    if not isinstance(frame, int) or frame < place:
+    if isinstance(frame, float) and frame.is_integer():  # as pandas writes a column with gaps
+        frame = int(frame)
+    if not isinstance(frame, int):
+        raise RowError(f"the frame is {frame!r}, not a whole number")
+    if frame < place:
         raise RowError(f"the frame {frame!r} does not come after {place - 1}")
     return frame
 

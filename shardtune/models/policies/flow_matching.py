@@ -259,8 +259,10 @@ class FlowPolicy(Policy):
         return fields | {TOKENS: words, WORDS: np.int64(np.count_nonzero(words >= 0))}
 
     def _words(self, instruction: str) -> np.ndarray:
-        """int32 [tokens] of an instruction, which ends with a newline. Raises ValueError for one that would be cut where
-        nobody has chosen the length."""
+        """int32 [tokens] of an instruction, which ends with a newline.
+
+        Raises ValueError for one that would be cut where the recipe gives no length.
+        """
         text = instruction if instruction.endswith("\n") else f"{instruction}\n"
         words, most = self.tokenizer(text)["input_ids"], self.options.tokenizer_max_length
         if len(words) > most and "tokenizer_max_length" not in self.options.model_fields_set:

@@ -202,6 +202,7 @@ class TestBadRows:
             ({"action": []}, "not finite numbers"),
             ({"task": 7}, "the instruction is 7, not text"),
             ({"frame_index": 0}, "the frame 0 does not come after 1"),
+            ({"frame_index": 2.5}, "the frame is 2.5, not a whole number"),
             ({"state": [1.0, 2.0]}, "the state has 2 dimensions, those before have 1"),
         ],
     )
@@ -216,7 +217,7 @@ class TestBadRows:
         assert found[1][1].startswith("episode 0, frame 1: 1 rows on, ")
 
     def test_a_frame_that_is_missing(self, tmp_path, all_rows):
-        rows = list(frames(6))
+        rows = [{**row, "frame_index": float(row["frame_index"])} for row in frames(6)]  # as pandas may write them
         del rows[3:5]
         found = all_rows(write(tmp_path / "rows.jsonl", rows), chunk=2)
         assert [isinstance(row, str) for _, row in found] == [False, False, True, False]
