@@ -222,7 +222,13 @@ class _Vectors:
         texts = [""] if name is None else self.episode.text(name)
         if len(texts) == 1:
             return [texts[0]] * len(self.actions)
-        _require_length(self.episode, name or "", len(texts), len(self.actions))
+        if len(texts) not in (len(self.actions), len(self.actions) + 1):
+            raise _fault(
+                self.episode,
+                f"{name} holds {len(texts)} texts for {len(self.actions):,} frames",
+                "give one for the episode, or one for each frame; or name another array in data.columns: "
+                "{instruction: …}",
+            )
         return texts[: len(self.actions)]
 
     def returns(self, options: FrameOptions) -> np.ndarray | None:

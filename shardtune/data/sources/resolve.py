@@ -549,12 +549,13 @@ def _directory(path: Path, selection: Selection, place: _Place) -> list[SourceFi
 
 def _lerobot(path: Path, selection: Selection) -> SourceFile:
     described = open_lerobot(path)
-    splits = described.splits
-    part = ""
-    if selection.split is not None or len(splits) > 1:
-        part = splits[hub.choose_split(list(splits), selection, str(path))]
-    whole = f"0:{len(described.episodes)}"
-    return SourceFile(path, LEROBOT, str(path), path, "" if part == whole else part)
+    splits, whole = described.splits, f"0:{len(described.episodes)}"
+    part, label = "", str(path)
+    if selection.split is not None or any(one != whole for one in splits.values()):
+        name = hub.choose_split(list(splits), selection, str(path))
+        part = "" if splits[name] == whole else splits[name]
+        label = f"{path} ({name}, episodes {part})" if part else label
+    return SourceFile(path, LEROBOT, label, path, part)
 
 
 def _is_hidden(name: str) -> bool:

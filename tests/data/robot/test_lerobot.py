@@ -372,6 +372,8 @@ class TestForeign:
         assert {row["episode"] for row in read({"path": str(foreign), "split": "test"})} == {1}
         with pytest.raises(DataError, match="no split 'val'"):
             read({"path": str(foreign), "split": "val"})
+        change_info(foreign, splits={"train": "0:1"})
+        assert {row["episode"] for row in read(foreign)} == {0}
 
     def test_columns(self, foreign, read):
         columns = {"images.front": "observation.image", "action": "observation.state", "state": "action"}
