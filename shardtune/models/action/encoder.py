@@ -222,8 +222,9 @@ class ActionEncoder(ImageChatEncoder):
             return dataset
         if len(self._names) == 1:
             return self._names[0]
+        lacking = f"there are no action statistics of {dataset!r}" if dataset else "unnorm_key is not given"
         raise DataError(
-            f"there are no action statistics of {dataset!r}; there are of {', '.join(self._names)}",
+            f"{lacking}; there are statistics of {', '.join(self._names)}",
             where="actor.model.unnorm_key",
             remedy="choose one of them",
         )

@@ -403,6 +403,10 @@ def root_of(model: nn.Module) -> AdapterRoot:
     )
 
 
+OBSERVATION = "observation"
+"""Where errors of an observation lie."""
+
+
 def episodes(recipe: Recipe, adapter: Adapter) -> ClosedLoop | None:
     """The episodes that a recipe configures, with a tested environment; None without any.
 
@@ -427,9 +431,10 @@ def episodes(recipe: Recipe, adapter: Adapter) -> ClosedLoop | None:
     try:
         adapter.check_observation(ObservationHistory(found.observation_steps).see(observation))
     except ShardtuneError as error:
+        other = "" if (error.where or OBSERVATION).startswith(OBSERVATION) else f", {error.where}"
         raise ConfigError(
             f"the first observation of {found.source.name}: {error.what}",
-            where=f"eval.environment: {recipe.eval.environment}",
+            where=f"eval.environment: {recipe.eval.environment}{other}",
             remedy=error.remedy,
         ) from error
     steps = found.action_steps or 0
