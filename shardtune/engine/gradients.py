@@ -92,6 +92,7 @@ class Gradients:
         self._weights.begin_backward()
         yield
         self._weights.sync_replicated_gradients()
+        self._weights.watch_buffers()
         for parameter, before in zip(apart, held, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)

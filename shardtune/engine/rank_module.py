@@ -200,11 +200,13 @@ class RankModule:
             )
 
     def _check_none_added(self, method: str) -> None:
-        """Refuse parameters that a method has made: no other rank has the same values, and nothing saves them."""
-        if added := self._weights.added():
+        """Refuse parameters and buffers that a method has made: no other rank has the same values, and nothing saves
+        them."""
+        added, buffers = self._weights.added(), self._weights.added_buffers()
+        if added or buffers:
+            made = f"parameters {_few(added)}" if added else f"buffers {_few(buffers)}"
             raise ModelError(
-                f"{method} has made the parameters {_few(added)} after the module was built: they are neither "
-                "synchronised nor saved",
+                f"{method} has made the {made} after the module was built: they are neither synchronised nor saved",
                 where=f"{self.name}.{method}",
                 remedy="make them in on_weights_materialized, or in __init__",
             )
@@ -283,6 +285,7 @@ class RankModule:
                     stack.enter_context(self._sequence.sharing(share))
                 if self._module.training:
                     self._weights.begin_micro_batch(last=True)
+                self._weights.watch_buffers()
                 kwargs = dict(part.kwargs)
                 if "weights" in kwargs:  # a tensor, or one for each micro-batch
                     kwargs["weights"] = tree_map_only(torch.Tensor, self._on_device, kwargs["weights"])
@@ -343,11 +346,16 @@ class RankModule:
     def wake(self) -> None:
         self._memory.come_back()
 
+    def _prepare_to_read(self) -> None:
+        """Before the whole module is read: buffers are what all ranks have of them."""
+        self.wake()
+        self._weights.agree_on_buffers()
+
     def memory(self) -> int:
         return self._memory.held()
 
     def save(self, folder: str) -> None:
-        self.wake()
+        self._prepare_to_read()
         self._trained |= trained_names(self._module, self._weights)
         save_state(Path(folder), self._module, self._weights, self._attributes, self._trained)
 
@@ -360,12 +368,12 @@ class RankModule:
             load_directory(self._module, self._weights, Path(folder))
 
     def save_pretrained(self, folder: str, dtype: torch.dtype | None) -> None:
-        self.wake()
+        self._prepare_to_read()
         save_directory(self._module, self._weights, Path(folder), dtype, self._ranks)
 
     def export(self, dtype: torch.dtype | None) -> None:
         """Start an export of all weights."""
-        self.wake()
+        self._prepare_to_read()
         self._export = full_state(self._module, self._weights, self._prefix, dtype)
 
     def export_next(self) -> list[tuple[str, torch.Tensor]]:
@@ -385,7 +393,7 @@ class RankModule:
 
     def push(self, names: Names, dtype: torch.dtype | None) -> dict[str, Form] | None:
         """Start an export for another engine; returns the forms of what comes, where they are known."""
-        self.wake()
+        self._prepare_to_read()
         self._export = stream(self._module, self._weights, self._prefix, names, dtype)
         return forms_of(self._module, self._weights, names)
 

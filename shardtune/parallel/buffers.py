@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import NormBase, own_persistent_buffers
+from shardtune.parallel.torch_private import NormBase, contents, own_persistent_buffers
 
 
 def statistical_norms(model: nn.Module) -> dict[str, NormBase]:
@@ -32,6 +35,7 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model = model
         self._ranks = ranks
         # By place, not by object: a model may put another tensor there.
         self._places = {
@@ -41,11 +45,38 @@ class Buffers:
         }
         norms = set(statistical_norms(model).values())
         self._averaged = {name for name, (module, _) in self._places.items() if module in norms}
+        self._forms = {name: _form(module.get_buffer(key)) for name, (module, key) in self._places.items()}
         self._before: torch.Tensor | None = None
 
+    @property
+    def names(self) -> Collection[str]:
+        """Of the buffers."""
+        return self._places.keys()
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The buffers as they are now, by name."""
-        return {name: module.get_buffer(key) for name, (module, key) in self._places.items()}
+        """The buffers as they are now, by name.
+
+        Raises:
+            ModelError: one is gone, or has another shape or dtype than at first, so that no checkpoint would fit.
+        """
+        found = {}
+        for name, (module, key) in self._places.items():
+            buffer = contents(module)[1].get(key)
+            if buffer is None or _form(buffer) != self._forms[name]:
+                raise _other_form(name, self._forms[name], buffer)
+            found[name] = buffer
+        return found
+
+    def added(self) -> list[str]:
+        """The names of persistent buffers that the model has got since this object was made; raises as `tensors`."""
+        self.tensors()
+        known = {*self._places.values()}
+        return [
+            f"{prefix}.{key}" if prefix else key
+            for prefix, module in self._model.named_modules()
+            for key in own_persistent_buffers(module)
+            if (module, key) not in known
+        ]
 
     def watch(self) -> None:
         """Note what the buffers are before the first forward of a step."""
@@ -54,14 +85,16 @@ class Buffers:
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Make buffers that a rank has changed since `watch` the same on all ranks."""
+        """Make buffers that a rank has changed since `watch`, and that differ, the same on all ranks."""
         if self._before is None:
             return
         # By value: kernels of batch norms, and writes through `.data`, leave a tensor's version as it was.
-        moved = (self._fingerprints() != self._before).int()
+        now = self._fingerprints()
+        moved, most, least = found = torch.stack([(now != self._before).long(), now, -now])
         self._before = None
-        dist.all_reduce(moved, op=dist.ReduceOp.MAX)
-        changed = [item for item, flag in zip(self.tensors().items(), moved.tolist(), strict=True) if flag]
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        differ = ((moved > 0) & (most != -least)).tolist()
+        changed = [item for item, flag in zip(self.tensors().items(), differ, strict=True) if flag]
         averaged = [tensor for name, tensor in changed if name in self._averaged and tensor.is_floating_point()]
         for name, tensor in changed:
             if name not in self._averaged or not tensor.is_floating_point():
@@ -76,6 +109,28 @@ class Buffers:
         """int64 [buffers]"""
         found = [_fingerprint(tensor.detach()) for tensor in self.tensors().values()]
         return torch.stack(found).to(self._ranks.device)
+
+
+Form = tuple[torch.Size, torch.dtype]
+"""The shape and dtype of a buffer."""
+
+
+def _form(buffer: torch.Tensor) -> Form:
+    return buffer.shape, buffer.dtype
+
+
+def _described(form: Form) -> str:
+    return f"{list(form[0])} of {form[1]}"
+
+
+def _other_form(name: str, first: Form, buffer: torch.Tensor | None) -> ModelError:
+    now = "None" if buffer is None else _described(_form(buffer))
+    return ModelError(
+        f"the buffer {name} is {_described(first)} when the model is built and {now} now, so that no checkpoint fits",
+        where=name,
+        remedy="write to it in place (copy_, mul_, add_), which keeps its shape and dtype; or leave it out of "
+        "checkpoints: register_buffer(…, persistent=False)",
+    )
 
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

@@ -68,8 +68,8 @@ class CompiledBuffers:
         for (buffer, version), (module, key, name) in zip(before, self.owners, strict=True):
             if buffer is not None and _buffer(module, key) is buffer and version_of(buffer) != version:
                 raise ModelError(
-                    f"the forward of a compiled module changes the buffer {name} in place, with which torch's compiler "
-                    "can compute wrong gradients",
+                    f"a step changes the buffer {name} of a compiled module in place, with which torch's compiler can "
+                    "compute wrong gradients where the forward does so",
                     where=name,
                     remedy=f"set a new tensor (self.{key} = self.{key} + 1), or set actor.model.compile: false",
                 )

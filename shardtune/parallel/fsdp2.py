@@ -212,7 +212,7 @@ class Weights:
         self._whole = [name for name, parameter in self._computed.items() if self._is_whole(name, parameter)]
         self.on_ranks = ranks.mesh is not None
         shared = ranks.layout.tensor > 1 and bool(partial)
-        self.has_buffers = bool(self._buffers.tensors())
+        self.has_buffers = bool(self._buffers.names)
         self.replicates = self.on_ranks and bool(self._whole or shared or self.has_buffers)
         self.parameters: dict[str, nn.Parameter] = dict(self._computed)
         self.untrained: dict[str, nn.Parameter] = {}
@@ -287,6 +287,34 @@ class Weights:
         known = {id(parameter) for parameter in self._computed.values()}
         return {name: parameter for name, parameter in self._model.named_parameters() if id(parameter) not in known}
 
+    def added_buffers(self) -> list[str]:
+        """The names of the persistent buffers that the model has got since then."""
+        return self._buffers.added()
+
+    def refuse_added(self) -> None:
+        """Refuse parameters and persistent buffers that the model has got since this object was made.
+
+        It is called when no forward or backward pass is under way; gathered weights are freed.
+
+        Raises:
+            ModelError: names one.
+        """
+        self._free_gathered()
+        if added := [*self.added()]:
+            raise ModelError(
+                f"the parameter {added[0]} was made after the model was built: the optimizer does not have it, nor do "
+                "checkpoints and exports",
+                where=added[0],
+                remedy="make it in the constructor of its module, with the shape that it will have",
+            )
+        if added := self.added_buffers():
+            raise ModelError(
+                f"the buffer {added[0]} was made after the model was built: checkpoints and exports do not have it",
+                where=added[0],
+                remedy="register it in the constructor of its module as a tensor of the shape and dtype that it will "
+                "have, and not as None; or leave it out of checkpoints: register_buffer(…, persistent=False)",
+            )
+
     def gathered(self, tensors: Sequence[torch.Tensor]) -> list[str]:
         """The names of those among some tensors that are in the place of a sharded parameter while it is gathered."""
         given = {id(tensor) for tensor in tensors} - {id(parameter) for parameter in self._computed.values()}
@@ -304,7 +332,7 @@ class Weights:
         """
         self._computed = dict(self._model.named_parameters())
         apart = {name: self.parameters[name] for name in self._apart if name in self._computed}
-        before = set(self._buffers.tensors())
+        before = set(self._buffers.names)
         self._buffers = Buffers(self._model, self._ranks)
         fresh = [tensor for name, tensor in self._buffers.tensors().items() if name not in before]
         for tensor in (*added.values(), *fresh):
@@ -317,7 +345,7 @@ class Weights:
         self.shapes = {name: self.shapes.get(name, parameter.shape) for name, parameter in self._computed.items()}
         self.shapes |= {name: parameter.shape for name, parameter in added.items()}
         self._num_copies = {name: self._copies(name) for name in self.parameters}
-        self.has_buffers = bool(self._buffers.tensors())
+        self.has_buffers = bool(self._buffers.names)
         self.replicates = self.replicates or (self.on_ranks and bool(self._whole or self.has_buffers))
 
     def _own(self, left_out: Collection[str] = ()) -> dict[str, torch.Tensor]:
@@ -473,10 +501,18 @@ class Weights:
         """Whether every rank holds all of a parameter."""
         return not isinstance(parameter, DTensor)
 
-    def begin_micro_batch(self, last: bool) -> None:
-        """Prepare the forward of a micro-batch; after the backward of the last one gradients are reduced over ranks."""
+    def watch_buffers(self) -> None:
+        """Note what buffers are before forwards of a user's, after which `agree_on_buffers` is called, on all ranks."""
         if self.replicates:
             self._buffers.watch()
+
+    def agree_on_buffers(self) -> None:
+        """Make buffers that a rank has changed since `watch_buffers` the same on all ranks."""
+        self._buffers.agree()
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Prepare the forward of a micro-batch; after the backward of the last one gradients are reduced over ranks."""
+        self.watch_buffers()
         if isinstance(self._root, FSDPModule):
             if self._reduce_each:
                 self.unit_calls.mark()
@@ -611,8 +647,7 @@ class Weights:
         """Forget the gradients, and what ranks have done to compute them."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        self.unit_calls.made.clear()
-        self.unit_calls.used.clear()
+        self.unit_calls.clear()
 
     def begin_backward(self) -> None:
         """Let a backward pass of a user's begin with the gradients that parameters have then: its own, or none."""

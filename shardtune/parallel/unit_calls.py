@@ -80,6 +80,22 @@ class UnitCalls:
         self.used.append(bytes([parameter.grad is not None for parameter in self._summed.values()]))
         return float(zlib.crc32(b"".join(self.used), zlib.crc32(array("I", self.made).tobytes())))
 
+    def clear(self) -> None:
+        """Forget what was done so far."""
+        self.made.clear()
+        self.used.clear()
+
+    def compare(self) -> None:
+        """Compare what ranks have done since `clear`, where no step does, and forget it; every rank calls it.
+
+        Raises:
+            ModelError: ranks have called different units.
+        """
+        mark = self.mark()
+        if self._ranks.sum((), [mark])[0] != mark * self._ranks.world_size:
+            self.refuse()
+        self.clear()
+
     def refuse(self) -> NoReturn:
         """Refuse what ranks have done differently, by its name; every rank calls it.
 

@@ -79,7 +79,7 @@ def test_own_buffers_of_compiled_modules_are_watched_alone() -> None:
     model(torch.randn(3, 4)).sum().backward()
     buffers.refuse_changed(before)  # what torch's own modules change, and what is replaced, is right
     model[0].get_buffer("count").add_(1)
-    with pytest.raises(ModelError, match=r"changes the buffer 0.count in place(?s:.*)self.count = self.count \+ 1"):
+    with pytest.raises(ModelError, match=r"changes the buffer 0.count of (?s:.*)self.count = self.count \+ 1"):
         buffers.refuse_changed(before)
 
 
@@ -134,7 +134,7 @@ def test_training_ends_before_the_update(tmp_path: Path, ranks: int) -> None:
         given = (tmp_path, HOW[how], compiles, ranks)
         return trained(*given) if ranks == 1 else run_ranks(trained, 2, *given)[0]
 
-    assert "the forward of a compiled module changes the buffer" in run("in place", True)
+    assert "of a compiled module in place" in run("in place", True)
     if ranks == 1:
         assert loss(run("in place", False)) == pytest.approx(loss(run("a new tensor", True)), abs=1e-12)
         assert loss(run("not", True)) == pytest.approx(loss(run("not", False)), abs=1e-12)

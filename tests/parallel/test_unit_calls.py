@@ -80,13 +80,14 @@ FLAT = Layout(shard=2, flat=True)
 
 @dataclass
 class Case:
-    """Micro-batches of two ranks, and how the model is sharded."""
+    """Micro-batches of two ranks, those of an evaluation before it, and how the model is sharded."""
 
     step: Steps
     layout: Layout = SHARDED
     each: bool = False
     reshard: bool = True
     checkpoints: bool = False
+    evaluates: Steps = ((), ())
 
 
 def train(case: Case, ranks: Ranks) -> tuple[list[float], str, bool]:
@@ -103,6 +104,11 @@ def train(case: Case, ranks: Ranks) -> tuple[list[float], str, bool]:
     mine: Any = case.step[ranks.rank] if ranks.world_size > 1 else [batch for own in case.step for batch in own]
     losses, message, every = [], "", float(sum(map(len, case.step)))
     try:
+        with torch.no_grad():
+            for batch in case.evaluates[ranks.rank]:
+                model(batch)
+        weights.copy_masters_to_model()
+        weights.unit_calls.compare()
         for number in range(2):
             result = optimizer_step(
                 lambda batch: {"loss": model(batch)}, mine, {"loss": every}, weights, optimizer, ranks,
@@ -127,7 +133,7 @@ def both(*batches: Rows) -> Steps:
 TWICE = both(Rows(blocks=(0, 1, 1, 2, 0)), Rows())
 ALIKE: dict[str, Case] = {
     "a unit several times": Case(TWICE),
-    "checkpoints": Case(TWICE, checkpoints=True),
+    "checkpoints": Case(TWICE, checkpoints=True, evaluates=TWICE),
     "kept between forward and backward": Case(TWICE, reshard=False, checkpoints=True),
     "summed after each": Case(TWICE, each=True),
     "copies": Case(TWICE, COPIES, checkpoints=True),
@@ -162,6 +168,8 @@ DIFFERENT: dict[str, tuple[Case, str]] = {
     "another head": (Case(HEADS), USED.format(0, "heads.0.weight", 1)),
     "another head, copies": (Case(HEADS, COPIES), USED.format(0, "heads.0.weight", 1)),
     "heads in another order, summed after each": (Case(SWAPPED_HEADS, each=True), USED.format(0, "heads.0.weight", 1)),
+    "another unit in an evaluation": (Case(both(Rows()), evaluates=CHOSEN), UNITS.format(1, 2)),
+    "another unit in an evaluation, FSDP1": (Case(both(Rows()), FLAT, evaluates=CHOSEN), UNITS.format(1, 2)),
     "another layer": (Case(LAYERS), USED.format(1, "blocks.0.pair.0.weight", 0)),
 }
 """Weights or gradients would be mixed; what the message begins with."""

@@ -251,7 +251,7 @@ class FSDPSftWorker(ABC):
             if (readable := of_parts(error, str(self.ranks.layout))) is None:
                 raise
             raise readable from error
-        state.in_step = False
+        state.end_step()
         if result.gradient_at:
             computed = result.gradient_at - began - waited
             updated = time.perf_counter() - result.gradient_at
@@ -332,7 +332,11 @@ class FSDPSftWorker(ABC):
             played = {**self.task.evaluate_episodes(evaluation), **self.task.evaluate_harness(evaluation)}
         finally:
             self.model.train()
-        self.state.weights.copy_masters_to_model()  # as in `setup`: forwards alone leave some weights gathered
+        weights = self.state.weights
+        weights.copy_masters_to_model()  # as in `setup`: forwards alone leave some weights gathered
+        weights.unit_calls.compare()
+        if "position" in vars(self):
+            weights.refuse_added()
         return metrics | named | {f"eval/{name}": value for name, value in played.items()}
 
     def save_checkpoint(self, path: str | Path, step: int, *, background: bool = False) -> list[PendingSave]:

@@ -82,6 +82,7 @@ class ModelExport:
             merge: merge a low-rank adapter into the base model and write the whole model; otherwise only the adapter is
                 written, in PEFT's format.
         """
+        self._weights.refuse_added()
         only_adapter = is_adapted(self._model) and not merge
         if only_adapter:
             self._finite.check_written(directory, disk_dtype(self._model, DTYPES.get(dtype)), self._weights.trainable())

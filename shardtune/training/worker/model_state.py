@@ -127,7 +127,7 @@ class ModelState:
         self._groups: list[dist.ProcessGroup | None] = []
         self._excluded_from_checkpoint: dict[str, str] = {}
         self.step = 0
-        self.in_step = False
+        self.in_step = self._has_stepped = False
         self.loss_scale = LossScale() if recipe.actor.model.precision == "fp16" else None
         self.utilisation: Utilisation | None = None
         self.average: AveragedWeights | None = None
@@ -318,6 +318,17 @@ class ModelState:
         parameters, coded = self.inner.named_parameters(), coded_sizes(self.inner)
         return {parameter: coded.get(parameter, self.weights.shapes[name].numel()) for name, parameter in parameters}
 
+    def end_step(self) -> None:
+        """Leave a step; after the first one, what its forwards have made is refused, as it is before each save.
+
+        Raises:
+            ModelError: the model has got parameters or persistent buffers.
+        """
+        self.in_step = False
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.weights.refuse_added()
+
     # Checkpoints.
 
     def checkpoint_state(self) -> dict[str, object]:
@@ -340,6 +351,7 @@ class ModelState:
             state: the JSON part of the checkpoint.
             background: return once the tensors are copied; the caller waits for what is returned.
         """
+        self.weights.refuse_added()
         with nullcontext() if self.average is None else self.average.apart():  # an evaluation may be stopped
             return self._save(folder, state, background)
 

@@ -13,7 +13,6 @@ import torch
 from shardtune.errors import ConfigError, ModelError
 from shardtune.evaluate.loss import check_monitors
 from shardtune.optim.build import set_learning_rate
-from shardtune.parallel.ranks import Ranks
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
 
@@ -101,7 +100,8 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
     if (state.step, position.skipped_steps) == before:
         _require_update(updates, kind)
         state.step += 1
-    return _alike(_named(found, "train", f"{kind.__name__}.{TRAINING}"), worker.ranks)
+    state.end_step()
+    return _alike(_named(found, "train", f"{kind.__name__}.{TRAINING}"), worker)
 
 
 def _begin_step(worker: FSDPSftWorker) -> None:
@@ -114,7 +114,7 @@ def _begin_step(worker: FSDPSftWorker) -> None:
 def _evaluate(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
     found = worker.run_eval()
     worker.state.weights.copy_masters_to_model()  # forwards alone leave some weights gathered, where nothing is frozen
-    return _alike(_named(found, "eval", f"{kind.__name__}.{EVALUATION}"), worker.ranks)
+    return _alike(_named(found, "eval", f"{kind.__name__}.{EVALUATION}"), worker)
 
 
 def _overriding(worker: FSDPSftWorker, name: str) -> type | None:
@@ -125,32 +125,33 @@ def _overriding(worker: FSDPSftWorker, name: str) -> type | None:
 
 @contextmanager
 def _own_updates(worker: FSDPSftWorker, kind: type) -> Iterator[Updates]:
-    """Counts an override's own calls of the optimizer's `step`, and completes them as `optimizer_step` does."""
+    """Counts an override's own calls of the optimizer's `step`; completes and checks them as `optimizer_step` does."""
     updates, state = Updates(), worker.state
-    weights, runner = state.weights, worker.recipe.runner
+    weights, compiled = state.weights, state.weights.compiled_buffers
+    weights.watch_buffers()
+    versions = compiled.versions()
 
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if state.in_step:
             return
-        for key, value in (("on_nonfinite", runner.on_nonfinite), ("on_spike", runner.on_spike)):
-            if value != type(runner).model_fields[key].default:
-                raise ConfigError(
-                    f"runner.{key}: {value} has no effect: {kind.__name__}.{TRAINING} updates the weights itself",
-                    where=f"{kind.__module__}.{kind.__name__}.{TRAINING}",
-                    remedy=f"call super().run_training() there, with a loss of your own in get_train_model_output, or "
-                    f"leave runner.{key} out",
-                )
+        _refuse_unused(worker, kind)
         weights.refuse_unfrozen()
+        compiled.refuse_changed(versions)
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             updates.with_gradient += 1
         else:
             updates.without += 1
+        if weights.on_ranks:
+            weights.unit_calls.mark()
         if weights.replicates:
             weights.sync_replicated_gradients()
 
     def after(*_: object) -> None:
+        nonlocal versions
         if not state.in_step:
             weights.copy_masters_to_model()
+            weights.watch_buffers()
+            versions = compiled.versions()
 
     hooks = [state.optimizer.register_step_pre_hook(before), state.optimizer.register_step_post_hook(after)]
     try:
@@ -158,6 +159,29 @@ def _own_updates(worker: FSDPSftWorker, kind: type) -> Iterator[Updates]:
     finally:
         for hook in hooks:
             hook.remove()
+    weights.agree_on_buffers()
+
+
+def _refuse_unused(worker: FSDPSftWorker, kind: type) -> None:
+    """Refuse settings of the recipe that only steps of this package's own use."""
+    runner, optim = worker.recipe.runner, worker.recipe.actor.optim
+    given = {"runner": (runner, ("on_nonfinite", "on_spike")), "actor.optim": (optim, ("clip_grad",))}
+    unused = {
+        f"{section}.{key}": value
+        for section, (values, keys) in given.items()
+        for key in keys
+        if (value := getattr(values, key)) not in (None, type(values).model_fields[key].default)
+    }
+    if worker.state.loss_scale is not None:
+        unused["actor.model.precision"] = "fp16"
+    for key, value in unused.items():
+        how = "has no effect" if value != "fp16" else "needs a loss scale, which has no effect"
+        raise ConfigError(
+            f"{key}: {value} {how}: {kind.__name__}.{TRAINING} updates the weights itself",
+            where=f"{kind.__module__}.{kind.__name__}.{TRAINING}",
+            remedy=f"call super().run_training() there, with a loss of your own in get_train_model_output, or "
+            f"{'use bf16' if value == 'fp16' else f'leave {key} out'}",
+        )
 
 
 def _require_update(updates: Updates, kind: type) -> None:
@@ -198,11 +222,18 @@ def _named(found: object, prefix: str, method: str) -> dict[str, float]:
     return named
 
 
-def _alike(own: dict[str, float], ranks: Ranks) -> dict[str, float]:
-    """The same metrics on every rank: as they are if no rank differs, otherwise means over the ranks that have them."""
-    if ranks.world_size == 1:
+def _alike(own: dict[str, float], worker: FSDPSftWorker) -> dict[str, float]:
+    """The same metrics on every rank: as they are if no rank differs, otherwise means over the ranks that have them.
+
+    With them ranks compare which units of the model they have called.
+    """
+    if worker.ranks.world_size == 1:
         return own
-    every = ranks.gather(own)
+    calls = worker.state.weights.unit_calls
+    every, marks = zip(*worker.ranks.gather((own, calls.mark())), strict=True)
+    if len({*marks}) > 1:
+        calls.refuse()
+    calls.clear()
     if all(other == every[0] for other in every):
         return own
     names = dict.fromkeys(name for other in every for name in other)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardtune
-from shardtune.errors import ModelError
+from shardtune.errors import ShardtuneError
 from shardtune.run.dry_run import dry_run
 from shardtune.training.worker.reported import evaluation_method, training_method
 from tests.support.dist.ranks import run_ranks
@@ -32,7 +32,16 @@ class Short(own.Task):
 
 
 class Loop(own.Task):
-    """An optimizer step of its own for each batch."""
+    """An optimizer step of its own for each batch; a buffer has the sum of what the forwards have seen."""
+
+    def model_provider_func(self) -> Any:
+        made = super().model_provider_func()
+        made.register_buffer("seen", torch.zeros(()))
+        return made
+
+    def get_train_model_output(self, batch: Any) -> Any:
+        self.model.get_buffer("seen").add_(batch["value"].sum())
+        return super().get_train_model_output(batch)
 
     def run_training(self) -> Any:
         batch = next(self.data_iter)
@@ -41,6 +50,19 @@ class Loop(own.Task):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return {"loss": loss.item()}
+
+
+class Grows(Loop):
+    def get_train_model_output(self, batch: Any) -> Any:
+        self.model.register_buffer("late", torch.zeros(2))
+        return super().get_train_model_output(batch)
+
+
+class Clips(Loop):
+    def __init__(self, cfg: Any) -> None:
+        values = cfg.to_dict()
+        values["actor"]["optim"]["clip_grad"] = 0.5
+        super().__init__(shardtune.config.load_recipe(values))
 
 
 class Idle(own.Task):
@@ -74,7 +96,8 @@ def steps(name: str, number: int, precision: str = "fp64") -> list[dict[str, flo
     worker = globals()[name](shardtune.config.load_recipe(values))
     worker.setup()
     found = [training_method(worker)() for _ in range(number)]
-    return [*found, {"step": worker.step}, evaluation_method(worker)()]
+    buffers = {name: float(buffer) for name, buffer in worker.model.named_buffers() if name == "seen"}
+    return [*found, {"step": worker.step, **buffers}, evaluation_method(worker)()]
 
 
 def test_names_without_a_prefix_get_one_and_ranks_agree() -> None:
@@ -104,9 +127,11 @@ def plain_loop(ranks: int, number: int) -> list[float]:
 
 
 def test_a_loop_of_ones_own_counts_its_steps() -> None:
-    """On one rank and on two, and in bf16, where the optimizer updates copies in full precision."""
-    for number, (*found, step, _) in [(1, steps("Loop", 4)), *((2, rank) for rank in run_ranks(steps, 2, "Loop", 2))]:
-        assert step == {"step": len(found)}
+    """On one rank and on two, which agree on buffers, and in bf16, where copies in full precision are updated."""
+    two = run_ranks(steps, 2, "Loop", 2)
+    assert two[0][-2]["seen"] == two[1][-2]["seen"] != 0.0
+    for number, (*found, step, _) in [(1, steps("Loop", 4)), *((2, rank) for rank in two)]:
+        assert step["step"] == len(found)
         assert [metrics["train/loss"] for metrics in found] == pytest.approx(plain_loop(number, len(found)), rel=1e-12)
     *found, _, _ = steps("Loop", 4, "bf16")
     assert [metrics["train/loss"] for metrics in found] == pytest.approx(plain_loop(1, 4), rel=1e-2)
@@ -121,12 +146,15 @@ def test_a_loop_of_ones_own_counts_its_steps() -> None:
             "fp64",
             "called self.optimizer.step() while no parameter had a gradient",
         ),
+        ("Grows", "fp64", "the buffer late was made after the model was built"),
+        ("Clips", "fp64", "actor.optim.clip_grad: 0.5 has no effect: Loop.run_training updates the weights itself"),
+        ("Loop", "fp16", "actor.model.precision: fp16 needs a loss scale, which has no effect: Loop.run_training"),
         ("Empty", "fp64", "Empty.run_training returned a NoneType, not a dict of metrics"),
         ("Words", "fp64", "Words.run_training returned 'mood': a str, which is no number"),
     ],
 )
 def test_what_trains_nothing_or_returns_no_numbers_is_refused(name: str, precision: str, says: str) -> None:
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ShardtuneError) as error:
         steps(name, 1, precision)
     assert says in str(error.value)
 
