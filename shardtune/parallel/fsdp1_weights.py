@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -95,6 +96,7 @@ class FlatWeights(Weights):
         self._quiet = ExitStack()
         self._held: dict[FullyShardedDataParallel, torch.Tensor] = {}
         self._swapped: dict[str, nn.Parameter] = {}
+        self._refuses_reads = False
         self._flattened = Flattening(sharding, {parameter: name for name, parameter in model.named_parameters()})
         self._flattened.compare_parts(lambda part: self._same_call.compare(part), self._free_after_part)
         self._root_shell = self._flattened.wrapped[-1]
@@ -170,11 +172,23 @@ class FlatWeights(Weights):
 
     def begin_micro_batch(self, last: bool) -> None:
         super().begin_micro_batch(last)
+        if not self._refuses_reads:
+            self._refuses_reads = True
+            self._refuse_reads()
         self._flattened.begin_micro_batch()
         self._quiet.close()
         self._hold()
         if not (last or self._reduce_each):
             self._quiet.enter_context(self._root_shell.no_sync())
+
+    def _refuse_reads(self) -> None:
+        """Let a backward pass refuse a loss that has read a part of a parameter, in the model's forward.
+
+        Modules read views of what FSDP1 has joined, so a parameter itself has no gradient of its own in a graph.
+        """
+        for name in self._pieces:
+            if (parameter := self.parameters[name]).requires_grad:
+                parameter.register_hook(partial(_refuse_read, name))
 
     @torch.no_grad()
     def _hold(self) -> None:
@@ -306,6 +320,14 @@ class FlatWeights(Weights):
         target = torch.empty(sum(taken), dtype=torch.uint8, device=local.device)
         dist.all_to_all_single(target, source, taken, given, group=self._group)
         return target.view(local.dtype)
+
+
+def _refuse_read(name: str, _: torch.Tensor) -> NoReturn:
+    raise ModelError(
+        f"the loss reads the parameter {name} itself, of which each rank has a part",
+        where="actor.training_backend: fsdp1",
+        remedy="call the module that has it as a whole (model.layer(x)), or compute this in its forward and return it",
+    )
 
 
 def _overlaps(mine: tuple[int, int], others: Ranges) -> list[int]:

@@ -100,14 +100,18 @@ class Measured(Adapter):
         return {"square": (float(weight.pow(2).sum()) * count, count)}
 
 
-def adapted(penalty: bool) -> dict[str, float]:
+def adapted(penalty: bool, backend: str = "fsdp") -> dict[str, float]:
     rows = [{"x": [float(number % 5), 1.0, 2.0, 3.0]} for number in range(8)]
     model = {"adapter": f"{__file__}:Measured", "precision": "fp64", "from_scratch": True}
     if penalty:
         model["model_type"] = "penalty"
     runner = {"device": "cpu", "max_steps": 2, "logger": {"log_path": "runs"}}
     recipe = load_recipe(
-        {"actor": {**SETTINGS, "model": model}, "data": {"num_workers": 0}, "runner": runner},
+        {
+            "actor": {**SETTINGS, "training_backend": backend, "model": model},
+            "data": {"num_workers": 0},
+            "runner": runner,
+        },
         in_memory=("data.train_data_paths", "data.eval_data_paths"),
     )
     made = SFTWorker(recipe, train_data=rows, eval_data=rows, report=lambda text: None)
@@ -130,10 +134,15 @@ def refused(run: Callable[..., object], *args: object) -> str:
     return str(error.value)
 
 
+def refusals() -> list[str]:
+    return [refused(adapted, True, backend) for backend in ("fsdp", "fsdp1")]
+
+
 @pytest.mark.lengthy
 def test_a_loss_that_reads_a_part_of_a_weight_is_refused() -> None:
-    for message in run_ranks(refused, 2, adapted, True):
-        assert message.startswith("the loss reads a parameter itself, of which each rank has a part")
+    for sharded, flat in run_ranks(refusals, 2):
+        assert sharded.startswith("the loss reads a parameter itself, of which each rank has a part")
+        assert flat.startswith("the loss reads the parameter 1.weight itself, of which each rank has a part")
 
 
 class Hooked(Worker):
