@@ -512,7 +512,8 @@ class Weights:
 
     def begin_micro_batch(self, last: bool) -> None:
         """Prepare the forward of a micro-batch; after the backward of the last one gradients are reduced over ranks."""
-        self.watch_buffers()
+        if self.replicates:
+            self._buffers.watch()
         if isinstance(self._root, FSDPModule):
             if self._reduce_each:
                 self.unit_calls.mark()
@@ -647,7 +648,8 @@ class Weights:
         """Forget the gradients, and what ranks have done to compute them."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        self.unit_calls.clear()
+        self.unit_calls.made.clear()
+        self.unit_calls.used.clear()
 
     def begin_backward(self) -> None:
         """Let a backward pass of a user's begin with the gradients that parameters have then: its own, or none."""

@@ -251,7 +251,9 @@ class FSDPSftWorker(ABC):
             if (readable := of_parts(error, str(self.ranks.layout))) is None:
                 raise
             raise readable from error
-        state.end_step()
+        state.in_step = False
+        if not state.has_stepped:
+            state.check_first_step()
         if result.gradient_at:
             computed = result.gradient_at - began - waited
             updated = time.perf_counter() - result.gradient_at

@@ -101,6 +101,7 @@ class ModelState:
         optimizer: over them; only for training.
         step: optimizer steps applied to the weights.
         in_step: whether `run_training` is computing one.
+        has_stepped: whether there was a first step, and `check_first_step` after it.
         loss_scale: of fp16; None for any other precision.
         finite: refuses weights that are not finite.
         utilisation: if the peak of the devices is known.
@@ -127,7 +128,7 @@ class ModelState:
         self._groups: list[dist.ProcessGroup | None] = []
         self._excluded_from_checkpoint: dict[str, str] = {}
         self.step = 0
-        self.in_step = self._has_stepped = False
+        self.in_step = self.has_stepped = False
         self.loss_scale = LossScale() if recipe.actor.model.precision == "fp16" else None
         self.utilisation: Utilisation | None = None
         self.average: AveragedWeights | None = None
@@ -318,16 +319,14 @@ class ModelState:
         parameters, coded = self.inner.named_parameters(), coded_sizes(self.inner)
         return {parameter: coded.get(parameter, self.weights.shapes[name].numel()) for name, parameter in parameters}
 
-    def end_step(self) -> None:
-        """Leave a step; after the first one, what its forwards have made is refused, as it is before each save.
+    def check_first_step(self) -> None:
+        """After a first step: refuse what its forwards have made, as before each save.
 
         Raises:
             ModelError: the model has got parameters or persistent buffers.
         """
-        self.in_step = False
-        if not self._has_stepped:
-            self._has_stepped = True
-            self.weights.refuse_added()
+        self.has_stepped = True
+        self.weights.refuse_added()
 
     # Checkpoints.
 

@@ -100,7 +100,8 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
     if (state.step, position.skipped_steps) == before:
         _require_update(updates, kind)
         state.step += 1
-    state.end_step()
+    if not state.has_stepped:
+        state.check_first_step()
     return _alike(_named(found, "train", f"{kind.__name__}.{TRAINING}"), worker)
 
 
