@@ -29,7 +29,7 @@ from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.errors import built
 from shardtune.data.user_loader.loader import BatchLoader
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.launch.cores import limit_threads
 from shardtune.models.get_model import get_model, get_model_config_and_processor
 from shardtune.models.new_tokens import add_new_tokens
@@ -276,6 +276,28 @@ class FSDPSftWorker(ABC):
         if position.anomalies.counts:
             metrics |= position.anomalies.metrics()
         return metrics | {self.task.metric_name(name): metric.mean for name, metric in result.metrics.items()}
+
+    def clip_grad_norm_(self, max_norm: float | None = None) -> float:
+        """Scale the gradient of a `run_training` that updates the weights itself to a norm of at most `max_norm`.
+
+        The norm is that of all ranks in every layout, where torch's function may count this rank's part alone.
+
+        Args:
+            max_norm: by default `actor.optim.clip_grad`; where that is null, nothing is scaled.
+
+        Returns:
+            The norm before that.
+
+        Raises:
+            ModelError: it is not called within such a `run_training`, or twice for one update.
+        """
+        if (updates := self.state.own_updates) is None:
+            raise ModelError(
+                "clip_grad_norm_ is called outside of run_training",
+                where=f"{type(self).__name__}.clip_grad_norm_",
+                remedy="call it in a run_training of your own, between backward() and self.optimizer.step()",
+            )
+        return updates.clip(self.recipe.actor.optim.clip_grad if max_norm is None else max_norm)
 
     def _begin_plain_steps(self) -> None:
         self._accumulate = self.task.accumulate

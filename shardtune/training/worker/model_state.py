@@ -60,6 +60,7 @@ from shardtune.training.step import LossScale
 from shardtune.training.utilisation import UNKNOWN, Utilisation, peak_flops
 from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.finite_weights import FiniteWeights
+from shardtune.training.worker.own_updates import OwnUpdates
 
 EXTRA = "extra_state"
 
@@ -102,6 +103,7 @@ class ModelState:
         step: optimizer steps applied to the weights.
         in_step: whether `run_training` is computing one.
         has_stepped: whether there was a first step, and `check_first_step` after it.
+        own_updates: of a user's `run_training` while it is called; None otherwise.
         loss_scale: of fp16; None for any other precision.
         finite: refuses weights that are not finite.
         utilisation: if the peak of the devices is known.
@@ -129,6 +131,7 @@ class ModelState:
         self._excluded_from_checkpoint: dict[str, str] = {}
         self.step = 0
         self.in_step = self.has_stepped = False
+        self.own_updates: OwnUpdates | None = None
         self.loss_scale = LossScale() if recipe.actor.model.precision == "fp16" else None
         self.utilisation: Utilisation | None = None
         self.average: AveragedWeights | None = None

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
 
 import torch
 
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import ModelError
 from shardtune.evaluate.loss import check_monitors
 from shardtune.optim.build import set_learning_rate
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.own_updates import OwnUpdates, watched
 
 OWN = "shardtune."
 TRAINING, EVALUATION = "run_training", "run_eval"
 WHOLE_NAMES = ("epoch",)
 """Metrics without a slash in their names that get no prefix."""
-
-
-@dataclass(slots=True)
-class Updates:
-    """Calls of an optimizer's `step`.
-
-    Attributes:
-        with_gradient: those that found a gradient.
-        without: the others.
-    """
-
-    with_gradient: int = 0
-    without: int = 0
 
 
 def check_worker_monitors(worker: FSDPSftWorker) -> None:
@@ -95,11 +81,18 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
             f"reached its end after {state.step} steps and stays there"
         )
     _begin_step(worker)
-    with _own_updates(worker, kind) as updates:
-        found = worker.run_training()
+    updates = OwnUpdates(f"{kind.__name__}.{TRAINING}", state.weights)
+    state.own_updates = updates
+    try:
+        with watched(updates, worker.recipe, state.optimizer, lambda: state.in_step):
+            found = worker.run_training()
+    finally:
+        state.own_updates = None
     if (state.step, position.skipped_steps) == before:
         _require_update(updates, kind)
         state.step += 1
+        if not state.has_stepped:
+            updates.report_unused(worker.recipe, worker.report)
     if not state.has_stepped:
         state.check_first_step()
     return _alike(_named(found, "train", f"{kind.__name__}.{TRAINING}"), worker)
@@ -124,68 +117,7 @@ def _overriding(worker: FSDPSftWorker, name: str) -> type | None:
     return None if kind.__module__.startswith(OWN) else kind
 
 
-@contextmanager
-def _own_updates(worker: FSDPSftWorker, kind: type) -> Iterator[Updates]:
-    """Counts an override's own calls of the optimizer's `step`; completes and checks them as `optimizer_step` does."""
-    updates, state = Updates(), worker.state
-    weights, compiled = state.weights, state.weights.compiled_buffers
-    weights.watch_buffers()
-    versions = compiled.versions()
-
-    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if state.in_step:
-            return
-        _refuse_unused(worker, kind)
-        weights.refuse_unfrozen()
-        compiled.refuse_changed(versions)
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
-            updates.with_gradient += 1
-        else:
-            updates.without += 1
-        if weights.on_ranks:
-            weights.unit_calls.mark()
-        if weights.replicates:
-            weights.sync_replicated_gradients()
-
-    def after(*_: object) -> None:
-        nonlocal versions
-        if not state.in_step:
-            weights.copy_masters_to_model()
-            weights.watch_buffers()
-            versions = compiled.versions()
-
-    hooks = [state.optimizer.register_step_pre_hook(before), state.optimizer.register_step_post_hook(after)]
-    try:
-        yield updates
-    finally:
-        for hook in hooks:
-            hook.remove()
-    weights.agree_on_buffers()
-
-
-def _refuse_unused(worker: FSDPSftWorker, kind: type) -> None:
-    """Refuse settings of the recipe that only steps of this package's own use."""
-    runner, optim = worker.recipe.runner, worker.recipe.actor.optim
-    given = {"runner": (runner, ("on_nonfinite", "on_spike")), "actor.optim": (optim, ("clip_grad",))}
-    unused = {
-        f"{section}.{key}": value
-        for section, (values, keys) in given.items()
-        for key in keys
-        if (value := getattr(values, key)) not in (None, type(values).model_fields[key].default)
-    }
-    if worker.state.loss_scale is not None:
-        unused["actor.model.precision"] = "fp16"
-    for key, value in unused.items():
-        how = "has no effect" if value != "fp16" else "needs a loss scale, which has no effect"
-        raise ConfigError(
-            f"{key}: {value} {how}: {kind.__name__}.{TRAINING} updates the weights itself",
-            where=f"{kind.__module__}.{kind.__name__}.{TRAINING}",
-            remedy=f"call super().run_training() there, with a loss of your own in get_train_model_output, or "
-            f"{'use bf16' if value == 'fp16' else f'leave {key} out'}",
-        )
-
-
-def _require_update(updates: Updates, kind: type) -> None:
+def _require_update(updates: OwnUpdates, kind: type) -> None:
     if updates.with_gradient:
         return
     what = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.dist.ranks import run_ranks
 from tests.training.worker import test_base as own
 
 pytestmark = pytest.mark.lengthy
+CLIP = 0.25
 
 
 class Short(own.Task):
@@ -58,11 +60,46 @@ class Grows(Loop):
         return super().get_train_model_output(batch)
 
 
-class Clips(Loop):
-    def __init__(self, cfg: Any) -> None:
-        values = cfg.to_dict()
-        values["actor"]["optim"]["clip_grad"] = 0.5
-        super().__init__(shardtune.config.load_recipe(values))
+class Scaled(own.Net):
+    """With a scalar, which each rank has whole; so it has its gradient, until ranks sum it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, values = super().forward(x)
+        return scores * self.scale, values
+
+
+def scaled() -> Scaled:
+    torch.manual_seed(3)
+    return Scaled().double()
+
+
+class Clips(own.Task):
+    def model_provider_func(self) -> Any:
+        return scaled()
+
+    def run_training(self) -> Any:
+        loss = self.get_train_model_output(next(self.data_iter))
+        loss.backward()
+        norm = self.clip_grad_norm_(CLIP)
+        after = math.sqrt(self.ranks.sum((), [self.weights.gradient_square()])[0])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss.item(), "norm": norm, "after": after}
+
+
+class ClipsTwice(Loop):
+    def run_training(self) -> Any:
+        self.get_train_model_output(next(self.data_iter)).backward()
+        return {"norm": self.clip_grad_norm_() + self.clip_grad_norm_()}
+
+
+class ClipsElsewhere(own.Task):
+    def run_eval(self) -> Any:
+        return {"norm": self.clip_grad_norm_()}
 
 
 class Idle(own.Task):
@@ -90,8 +127,9 @@ class Words(own.Task):
         return {**super().run_training(), "mood": "fine"}
 
 
-def steps(name: str, number: int, precision: str = "fp64") -> list[dict[str, float]]:
+def steps(name: str, number: int, precision: str = "fp64", backend: str = "fsdp") -> list[dict[str, float]]:
     values = own.recipe().to_dict()
+    values["actor"]["training_backend"] = backend
     values["actor"]["model"]["precision"] = precision
     worker = globals()[name](shardtune.config.load_recipe(values))
     worker.setup()
@@ -109,9 +147,9 @@ def test_names_without_a_prefix_get_one_and_ranks_agree() -> None:
         assert found[0]["train/loss"] == pytest.approx(own.plain("mean")[0][0], rel=1e-12)
 
 
-def plain_loop(ranks: int, number: int) -> list[float]:
+def plain_loop(ranks: int, number: int, clip: float | None = None) -> list[float]:
     """The same steps by PyTorch alone: each rank's batch has a mean of its own, and gradients add up over ranks."""
-    net, rows, found = own.made_net(), own.data(), []
+    net, rows, found = own.made_net() if clip is None else scaled(), own.data(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=own.RATE)
     cuts = [rows[start : start + own.MICRO] for start in range(0, len(rows), own.MICRO)]
     for step in range(number):
@@ -121,6 +159,8 @@ def plain_loop(ranks: int, number: int) -> list[float]:
             losses.append(own.ce(net(batch["x"])[0], batch, "mean"))
         optimizer.zero_grad()
         sum(losses).backward()  # pyright: ignore
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         found.append(float(sum(losses).detach()) / ranks)  # pyright: ignore
     return found
@@ -137,6 +177,18 @@ def test_a_loop_of_ones_own_counts_its_steps() -> None:
     assert [metrics["train/loss"] for metrics in found] == pytest.approx(plain_loop(1, 4), rel=1e-2)
 
 
+def clipped(backends: Sequence[str]) -> list[list[dict[str, float]]]:
+    return [steps("Clips", 3, backend=backend)[:3] for backend in backends]
+
+
+def test_such_a_loop_clips_by_the_norm_of_all_ranks() -> None:
+    for ranks, layouts in [(1, clipped(["fsdp"])), (2, run_ranks(clipped, 2, ["fsdp", "fsdp1", "ddp"])[1])]:
+        for found in layouts:
+            assert [step["train/loss"] for step in found] == pytest.approx(plain_loop(ranks, 3, CLIP), rel=1e-12)
+            assert min(step["train/norm"] for step in found) > CLIP
+            assert [step["train/after"] for step in found] == pytest.approx([CLIP] * 3, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "says"),
     [
@@ -147,8 +199,8 @@ def test_a_loop_of_ones_own_counts_its_steps() -> None:
             "called self.optimizer.step() while no parameter had a gradient",
         ),
         ("Grows", "fp64", "the buffer late was made after the model was built"),
-        ("Clips", "fp64", "actor.optim.clip_grad: 0.5 has no effect: Loop.run_training updates the weights itself"),
-        ("Loop", "fp16", "actor.model.precision: fp16 needs a loss scale, which has no effect: Loop.run_training"),
+        ("ClipsTwice", "fp64", "clip_grad_norm_ is called a second time before self.optimizer.step()"),
+        ("ClipsElsewhere", "fp64", "clip_grad_norm_ is called outside of run_training"),
         ("Empty", "fp64", "Empty.run_training returned a NoneType, not a dict of metrics"),
         ("Words", "fp64", "Words.run_training returned 'mood': a str, which is no number"),
     ],

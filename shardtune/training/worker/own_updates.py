@@ -1,0 +1,132 @@
+"""Updates of the weights by a user's `run_training` itself, with what ranks need for them and what steps check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from shardtune.config.schema import Recipe
+from shardtune.errors import ConfigError, ModelError
+from shardtune.parallel.fsdp2 import Weights
+from shardtune.training.step import CLIP_EPSILON
+
+
+@dataclass(slots=True)
+class OwnUpdates:
+    """Calls of an optimizer's `step` within one call of `run_training`.
+
+    Attributes:
+        method: with its class, for messages.
+        weights: that are updated.
+        with_gradient: calls that found a gradient.
+        without: the others.
+        clipped: whether `clip` was called.
+    """
+
+    method: str
+    weights: Weights
+    with_gradient: int = 0
+    without: int = 0
+    clipped: bool = False
+    _summed: bool = field(default=False, init=False)
+
+    def clip(self, max_norm: float | None) -> float:
+        """Scale the gradient to a norm of at most `max_norm` over all ranks; returns the norm before.
+
+        Raises:
+            ModelError: it was called before, for the same update.
+        """
+        if self._summed:
+            raise ModelError(
+                "clip_grad_norm_ is called a second time before self.optimizer.step()",
+                where=self.method,
+                remedy="call it once for an update, after its last backward pass",
+            )
+        self._sum()
+        self.clipped, norm = True, self.weights.gradient_norm()
+        if max_norm is not None:
+            self.weights.scale_gradients(min(1.0, max_norm / (norm + CLIP_EPSILON)))
+        return norm
+
+    def count(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a call of `step`, before it, and make its gradients those of all ranks."""
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            self.with_gradient += 1
+        else:
+            self.without += 1
+        if not self._summed:
+            self._sum()
+        self._summed = False
+
+    def _sum(self) -> None:
+        if self.weights.on_ranks:
+            self.weights.unit_calls.mark()
+        if self.weights.replicates:
+            self.weights.sync_replicated_gradients()
+        self._summed = True
+
+    def report_unused(self, recipe: Recipe, report: Callable[[str], None]) -> None:
+        """Name the settings of the recipe that these updates do without."""
+        clip = recipe.actor.optim.clip_grad
+        if clip is not None and not self.clipped:
+            report(
+                f"{self.method} updates the weights without self.clip_grad_norm_(): actor.optim.clip_grad: {clip:g} is "
+                "not applied"
+            )
+        if recipe.actor.model.precision == "fp16":
+            report(f"{self.method} updates the weights itself: the loss of fp16 is not scaled")
+
+
+@contextmanager
+def watched(
+    updates: OwnUpdates, recipe: Recipe, optimizer: torch.optim.Optimizer, built_in: Callable[[], bool]
+) -> Iterator[None]:
+    """Inside, the optimizer's own calls of `step` are counted, completed and checked as `optimizer_step` does.
+
+    Args:
+        updates: which count them.
+        recipe: whose settings they must be able to use.
+        optimizer: over the weights.
+        built_in: whether `optimizer_step` is what calls it.
+    """
+    weights, compiled = updates.weights, updates.weights.compiled_buffers
+    weights.watch_buffers()
+    versions = compiled.versions()
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not built_in():
+            _refuse_unused(recipe, updates.method)
+            weights.refuse_unfrozen()
+            compiled.refuse_changed(versions)
+            updates.count(optimizer)
+
+    def after(*_: object) -> None:
+        nonlocal versions
+        if not built_in():
+            weights.copy_masters_to_model()
+            weights.watch_buffers()
+            versions = compiled.versions()
+
+    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    weights.agree_on_buffers()
+
+
+def _refuse_unused(recipe: Recipe, method: str) -> None:
+    """Refuse settings of the recipe that only steps of this package's own can use."""
+    runner = recipe.runner
+    for key in ("on_nonfinite", "on_spike"):
+        if (value := getattr(runner, key)) != type(runner).model_fields[key].default:
+            raise ConfigError(
+                f"runner.{key}: {value} has no effect: {method} updates the weights itself",
+                where=method,
+                remedy="call super().run_training() there, with a loss of your own in get_train_model_output, or "
+                f"leave runner.{key} out",
+            )
