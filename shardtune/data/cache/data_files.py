@@ -172,7 +172,7 @@ class DataFiles:
         """
         one, start = self._files[number], number << NUMBER_BITS
         name, stop = f"{one.source.name}: {one.file.label}", start + self.places(number)
-        return OrderSource(name, start, stop, one.source.weight, number=number)
+        return OrderSource(name, start, stop, one.source.weight, drawn_by=f"file {number}")
 
     @property
     def spans(self) -> Spans:

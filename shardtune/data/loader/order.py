@@ -69,14 +69,14 @@ class OrderSource:
 
     Attributes:
         name: for messages.
-        number: by which some of its rows are drawn, so that it may be moved; None: its place in the order.
+        drawn_by: identifies it where some of its rows are drawn; None: its name does.
     """
 
     name: str
     start: int
     stop: int
     weight: float = 1.0
-    number: int | None = None
+    drawn_by: str | None = None
 
     @property
     def rows_per_epoch(self) -> int:
@@ -190,10 +190,10 @@ class DataOrder:
         for number, source in enumerate(self._sources):
             here = which == number
             first = int(self._ends[number]) - source.rows_per_epoch
-            rows[here] = source.start + self._choose(source, number, epoch, place[here] - first)
+            rows[here] = source.start + self._choose(source, epoch, place[here] - first)
         return rows
 
-    def _choose(self, source: OrderSource, number: int, epoch: int, place: np.ndarray) -> np.ndarray:
+    def _choose(self, source: OrderSource, epoch: int, place: np.ndarray) -> np.ndarray:
         """The rows of one source that an epoch holds; with weight 2.5 each row twice, and half of them once more.
 
         Which half is drawn anew each epoch. Worked example: 4 rows with weight 2.5 are places 0 to 9, which modulo 4
@@ -202,7 +202,7 @@ class DataOrder:
         size = source.stop - source.start
         if source.rows_per_epoch == size or not self._shuffle or not place.size:
             return place % max(size, 1)
-        key = derive_seed(self._seed, epoch, number if source.number is None else source.number, "source")
+        key = derive_seed(self._seed, epoch, source.name if source.drawn_by is None else source.drawn_by, "source")
         return permute(place % size, size, key)
 
     def step(self, epoch: int, start: int) -> np.ndarray:

@@ -156,12 +156,3 @@ def test_seeds_differ_by_every_part() -> None:
     seeds = [derive_seed(*parts) for parts in ((1, 2), (2, 1), (12,), (1, 2, "a"), ("1", "2", "b"), (1, "2a"))]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_what_a_weight_draws_does_not_depend_on_names() -> None:
-    def drawn(name: str) -> list[int]:
-        sources = [OrderSource(f"{name}/{part}", 40 * part, 40 * part + 40, 0.5) for part in range(2)]
-        return DataOrder(sources, seed=1, global_batch_size=4).rows(0, 0, 40).tolist()
-
-    assert drawn("moved") == drawn("here")
-    assert sorted(row for row in drawn("here") if row < 40) != sorted(row - 40 for row in drawn("here") if row >= 40)
