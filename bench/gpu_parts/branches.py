@@ -50,6 +50,7 @@ MARKS = re.compile(r"is_cuda|== \"cuda\"|torch\.cuda\.|out_dtype|varlen_attn\(|n
 """What a line that takes another way on a GPU has; `tests/bench` compares the files with `FILES`."""
 FILES: Mapping[str, str] = {
     "batch/__init__.py": "pinned transfers",
+    "batch/seeds.py": "part throughput",
     "cli/installation.py": "`shardtune env` prints the devices",
     "config/foreign/axolotl_keys.py": "a key of another trainer",
     "config/foreign/training_arguments.py": "likewise",

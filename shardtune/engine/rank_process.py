@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardtune.batch.seeds import derive_seed
 from shardtune.config.rank_layout import Layout
-from shardtune.data.loader.order import derive_seed
 from shardtune.engine.call_board import CallBoard
 from shardtune.engine.call_watch import CallWatch, end_rank
 from shardtune.engine.pickling import check_sendable, pack, unpack

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shardtune.batch.seeds import derive_seed
 from shardtune.config import Recipe
-from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ModelError
 from shardtune.evaluate.environments.find import EnvironmentSource, checked_reset, checked_step
 from shardtune.evaluate.episode_video import Film, check_format, keep_film

@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Prompt
-from shardtune.batch.torch_seed import seed_torch
-from shardtune.data.loader.order import derive_seed
+from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.errors import ConfigError
 from shardtune.launch.progress import GENERATION, PROGRESS
 from shardtune.models.adapter import LanguageRoot

@@ -23,8 +23,7 @@ from lm_eval.models import huggingface
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import handle_non_serializable
 
-from shardtune.batch.torch_seed import seed_torch
-from shardtune.data.loader.order import derive_seed
+from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.errors import ConfigError
 from shardtune.evaluate.harness import Harness, HarnessModel, generators_kept, keep, scores
 from shardtune.evaluate.harness_tasks import LoadedTasks

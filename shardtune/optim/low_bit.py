@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardtune.data.loader.order import derive_seed
+from shardtune.batch.seeds import derive_seed
 from shardtune.optim.quantized_state import SCALE, Moment, Place, StateDtype, chunks, local, noise, rows_of, scales_like
 
 PARTS = "column_parts"

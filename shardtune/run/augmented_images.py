@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from shardtune.batch.seeds import derive_seed
 from shardtune.config import Recipe
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.images.augmentation import KEY, Augmentation, RowAugmentation
-from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import Adapter
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardtune.batch import Batch, LossSum, Metric
-from shardtune.batch.torch_seed import seed_torch
-from shardtune.data.loader.order import derive_seed
+from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.data.loader.protocol import MicroBatch, Step
 from shardtune.data.user_loader.batch import UserBatch
 from shardtune.errors import ModelError
@@ -115,11 +114,6 @@ class StepResult:
         return sum(self.losses.values())
 
 
-def seed_rng(seed: int, step: int, micro_batch: int, rank: int, stage: str) -> None:
-    """Seed a forward by its position in training, so that no generator state has to be saved."""
-    seed_torch(derive_seed(seed, step, micro_batch, rank, stage))
-
-
 def check_weights(losses: Mapping[str, LossSum], expected: Mapping[str, float]) -> None:
     """Refuse a loss whose terms or weights differ from the row index's."""
     if set(losses) != set(expected):
@@ -179,7 +173,7 @@ def accumulate(
             batch = replace(batch, key=key)
         if weights.on_ranks:
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
-        seed_rng(seed, step, number, rank, "train")
+        seed_torch(derive_seed(seed, step, number, rank, "train"))
         output, beside = forward(batch), {}
         # Sums by term are taken as they are, but for a user's own batches and for those that only keep ranks in step.
         filler = isinstance(batch, Batch) and max(batch.rows) < 0

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from shardtune.batch import Batch, LossSum, Metric
-from shardtune.data.loader.order import derive_seed
+from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.errors import ModelError
 from shardtune.launch.progress import PROGRESS
 from shardtune.models.adapter import WholeStepAdapter, named
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.step import ROW_DRAWS, Totals, check_weights, objective, seed_rng
+from shardtune.training.step import ROW_DRAWS, Totals, check_weights, objective
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -63,7 +63,7 @@ class WholeStep:
             for number, batch in enumerate(micro_batches):
                 PROGRESS.beats += 1
                 PROGRESS.micro_batch = number + 1
-                seed_rng(seed, step, number, rank, "train")
+                seed_torch(derive_seed(seed, step, number, rank, "train"))
                 found.append(_real(forward(batch), batch))
         mine = _joined(found)
         everyone, start = self._gather(mine)
@@ -77,7 +77,7 @@ class WholeStep:
             PROGRESS.beats += 1
             PROGRESS.micro_batch = number + 1
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
-            seed_rng(seed, step, number, rank, "train")
+            seed_torch(derive_seed(seed, step, number, rank, "train"))
             outputs = _checked(forward(batch), batch)
             _backward(outputs, slopes, start, batch)
             start += batch.num_rows

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtune.batch import Batch, LossSum, PackedBatch, Sample
-from shardtune.data.loader.order import derive_seed
+from shardtune.batch.seeds import derive_seed
 from shardtune.models.adapter import Adapter, LanguageModel, named
 from shardtune.models.causal_lm import CausalLM
 from shardtune.training.step import ROW_DRAWS

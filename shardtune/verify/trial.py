@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from shardtune.batch import Batch, LossSum, Sample
+from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.config import Recipe
 from shardtune.data.cache.by_file import rows_to_show
-from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.step_loader import DataState, Step, StepLoader
 from shardtune.data.prepare import WeighedRows
 from shardtune.models.adapter import Adapter, AdapterRoot, WholeStepAdapter, named
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.torch_private import DropoutBase
-from shardtune.training.step import ROW_DRAWS, Accumulate, accumulate, objective, seed_rng
+from shardtune.training.step import ROW_DRAWS, Accumulate, accumulate, objective
 from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.held_draws import HeldDraws
@@ -146,7 +146,7 @@ class Trial:
         hooks = [unit.register_forward_pre_hook(partial(_note, called, names[unit])) for unit in units]
         try:
             with torch.no_grad():
-                seed_rng(0, 0, 0, 0, "verify")
+                seed_torch(derive_seed(0, 0, 0, 0, "verify"))
                 self.root(batch)
         finally:
             for hook in hooks:
@@ -204,7 +204,7 @@ class Trial:
 
     def losses(self, batch: Batch, seed: int = 0) -> dict[str, LossSum]:
         """The terms of a micro-batch's loss, with their graph; for a whole-step loss the micro-batch is the step."""
-        seed_rng(seed, 0, 0, 0, "verify")
+        seed_torch(derive_seed(seed, 0, 0, 0, "verify"))
         batch = replace(batch, key=FIRST_KEY)
         with self.draws():
             if isinstance(self.adapter, WholeStepAdapter):

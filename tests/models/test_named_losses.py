@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.batch.row_draws import RowDraws
+from shardtune.batch.seeds import derive_seed
 from shardtune.config import load_recipe
-from shardtune.data.loader.order import derive_seed
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.recipe_hooks import Hooks

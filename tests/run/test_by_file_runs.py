@@ -19,8 +19,9 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 import shardtune
+from shardtune.batch.seeds import derive_seed
 from shardtune.data.cache.ahead import FilesAhead
-from shardtune.data.loader.order import derive_seed, permute
+from shardtune.data.loader.order import permute
 from shardtune.errors import CheckpointError, DataError
 from shardtune.run.diff.circumstances import files_read
 from tests.support.dist.parity import EXACT

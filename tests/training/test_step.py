@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from shardtune.batch import LossSum
+from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.errors import ModelError
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.step import MAX_HALVINGS, LossScale, check_weights, optimizer_step, seed_rng
+from shardtune.training.step import MAX_HALVINGS, LossScale, check_weights, optimizer_step
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -222,7 +223,7 @@ def test_draws_are_a_function_of_where_they_stand() -> None:
     places = [(1, 0, 0, 0, "train"), (1, 1, 0, 0, "train"), (1, 0, 1, 0, "train"), (1, 0, 0, 1, "train")]
     drawn = []
     for place in [*places, *places]:
-        seed_rng(*place)
+        seed_torch(derive_seed(*place))
         drawn.append(float(torch.rand(())))
     assert drawn[:4] == drawn[4:]
     assert len(set(drawn)) == 4

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from shardtune.data.loader.order import DataOrder, OrderSource, derive_seed, permute
+from shardtune.batch.seeds import derive_seed
+from shardtune.data.loader.order import DataOrder, OrderSource, permute
 from shardtune.data.loader.protocol import Column
 from shardtune.errors import ConfigError, DataError
 

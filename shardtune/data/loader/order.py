@@ -6,22 +6,16 @@ a keyed bijection that is computed only for the indices of a step.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from shardtune.batch.seeds import derive_seed
 from shardtune.errors import ConfigError
 
 ROUNDS = 6
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from what identifies a draw, for example `derive_seed(seed, step, micro_batch, "dropout")`."""
-    text = "\x1f".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _mix(values: np.ndarray, key: np.uint64) -> np.ndarray:

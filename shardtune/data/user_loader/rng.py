@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from shardtune.batch.torch_seed import seed_torch
-from shardtune.data.loader.order import derive_seed
+from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.data.user_loader.state_json import StatefulLoader
 
 Reseed = Callable[[int], object]

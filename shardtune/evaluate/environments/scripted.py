@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shardtune.data.loader.order import derive_seed
+from shardtune.batch.seeds import derive_seed
 from shardtune.data.robot.episode import Episode
 from shardtune.errors import DataError
 from shardtune.models.action.environment import Environment, Observation

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardtune.data.loader.order import derive_seed
+from shardtune.batch.seeds import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.models.lora.attach import (
     ADAPTER,

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from shardtune.batch import TOKENS, LossSum
-from shardtune.data.loader.order import derive_seed
+from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.data.loader.protocol import DataState, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.source_losses import KeptLosses, RowTargets
 from shardtune.parallel.fsdp2 import local
-from shardtune.training.step import ROW_DRAWS, optimizer_step, seed_rng
+from shardtune.training.step import ROW_DRAWS, optimizer_step
 from shardtune.training.train_output import read_train_output
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
@@ -212,7 +212,7 @@ def _alone(worker: FSDPSftWorker, loader: StepLoader, row: int, state: DataState
     seed, done = worker.recipe.runner.seed, worker.state.step
     batch = replace(loader.alone(row, state), key=derive_seed(seed, done, ROW_DRAWS))
     worker.model.eval()
-    seed_rng(seed, done, 0, 0, "train")
+    seed_torch(derive_seed(seed, done, 0, 0, "train"))
     try:
         losses = losses_of(worker.get_train_model_output(batch), batch)
     finally:

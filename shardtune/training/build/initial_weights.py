@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardtune.batch.seeds import derive_seed
 from shardtune.checkpoint.module_weights import Supply
-from shardtune.data.loader.order import derive_seed
 from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WeightSource

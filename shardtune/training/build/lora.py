@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.batch.seeds import derive_seed
 from shardtune.checkpoint.hf_load import MayLack, lacking_weights
 from shardtune.checkpoint.module_weights import in_files
 from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
 from shardtune.config import ActorConfig, LoraConfig, ModelConfig, Recipe
-from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import attach_adapter, base_tensors, is_adapted, keep_in_nf4

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from shardtune.batch import Batch, Metric, Sample
+from shardtune.batch.seeds import derive_seed
 from shardtune.config import ActorConfig, Recipe
 from shardtune.data.cache.by_file import TrainingRows, rows_to_show
 from shardtune.data.cache.dataset import TokenDataset
-from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.packing import pack
 from shardtune.data.loader.step_loader import BatchMaker, Changes, Limits
 from shardtune.data.prepare import PreparedData, WeighedRows

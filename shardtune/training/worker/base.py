@@ -19,12 +19,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from shardtune.batch.row_draws import RowDraws
+from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.hf_save import Processor
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.model_names import registered_function, registered_processor
 from shardtune.config.rank_layout import Layout
-from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.errors import built
@@ -44,7 +44,7 @@ from shardtune.training.bad_rows import BadPart, BadRows
 from shardtune.training.build.initial_weights import seeded
 from shardtune.training.first_gradients import with_report
 from shardtune.training.run_summary import RunSummary
-from shardtune.training.step import ROW_DRAWS, optimizer_step, seed_rng, step_metrics
+from shardtune.training.step import ROW_DRAWS, optimizer_step, step_metrics
 from shardtune.training.train_output import TrainOutput
 from shardtune.training.worker.build_dataloader import call_build_dataloader
 from shardtune.training.worker.data_position import DataPosition
@@ -348,7 +348,7 @@ class FSDPSftWorker(ABC):
             for name, (loader, info) in self.eval_loaders.items():
                 prefix = f"eval/{name}/" if name else "eval/"
                 # Random draws of a loss (noise, a time) are the same each time, so that evaluations can be compared.
-                seed_rng(self.recipe.runner.seed, 0, 0, self.ranks.draws_rank, prefix)
+                seed_torch(derive_seed(self.recipe.runner.seed, 0, 0, self.ranks.draws_rank, prefix))
                 found = self.task.evaluate_set(name, loader, info, evaluation)
                 metrics |= {prefix + key: value for key, value in found.metrics.items()}
                 named |= found.named

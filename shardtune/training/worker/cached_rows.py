@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import Batch, Metric, Prompt, Sample
+from shardtune.batch.seeds import derive_seed
 from shardtune.checkpoint.hf_load import check_weights
 from shardtune.checkpoint.hf_save import stop_tokens
 from shardtune.config import Recipe
@@ -31,7 +32,7 @@ from shardtune.data.images.augmentation import KEY as AUGMENTATION
 from shardtune.data.images.augmentation import Augmentation
 from shardtune.data.images.image_changes import image_changes
 from shardtune.data.loader.file_order import FileOrder
-from shardtune.data.loader.order import DataOrder, OrderSource, derive_seed, require_rows_of_each
+from shardtune.data.loader.order import DataOrder, OrderSource, require_rows_of_each
 from shardtune.data.loader.protocol import DataState, MicroBatch, Step, supervised
 from shardtune.data.loader.step_loader import BatchMaker, Changes, StepLoader
 from shardtune.data.prepare import PreparedData, WeighedRows

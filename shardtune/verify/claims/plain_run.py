@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardtune.batch import TOKENS, Batch, PackedBatch, Sample
+from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.checkpoint.quantized.scheme import BITSANDBYTES, quantization_of
 from shardtune.config import ModelConfig, Recipe
 from shardtune.config.parameter_patterns import as_pattern
-from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.protocol import DataState, MicroBatch
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
@@ -41,7 +41,7 @@ from shardtune.models.pretrained import load_config, model_directory
 from shardtune.models.router_loss import RouterLoss
 from shardtune.optim.named_class import is_of_torch, optimizer_class
 from shardtune.parallel.buffers import statistical_norms
-from shardtune.training.step import ROW_DRAWS, seed_rng
+from shardtune.training.step import ROW_DRAWS
 from shardtune.training.train_output import read_train_output
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
@@ -203,7 +203,7 @@ class PlainSide:
         step = next(iter(islice(self.worker.loader.steps(DataState()), 1)))
         whole = isinstance(self.adapter, WholeStepAdapter)
         part = step.micro_batches[0] if whole or not self.numbers_rows else self._row(int(step.rows[0]))
-        seed_rng(seed, 0, 0, 0, "verify")
+        seed_torch(derive_seed(seed, 0, 0, 0, "verify"))
         return {term: total.item() for term, total in self._losses(part, 0).items()}
 
     # The run.

@@ -18,12 +18,12 @@ from torch import nn
 import shardtune
 from shardtune import Adapter, Batch, LossSum, Sample
 from shardtune.batch import PackedBatch
+from shardtune.batch.seeds import derive_seed
 from shardtune.config import load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.data.images.augmentation import KEY, Augmentation
 from shardtune.data.images.image_changes import OwnChanges
 from shardtune.data.images.images import ENDS, from_fields
-from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.step_loader import DataState, StepLoader
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.find_adapter import find_adapter

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import pytest
 
+from shardtune.batch.seeds import derive_seed
 from shardtune.data.loader.file_order import FileOrder
-from shardtune.data.loader.order import DataOrder, OrderSource, derive_seed, permute
+from shardtune.data.loader.order import DataOrder, OrderSource, permute
 from shardtune.errors import ConfigError, DataError
 
 SIZES = (7, 3, 12, 5, 9)

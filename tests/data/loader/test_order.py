@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from shardtune.data.loader.order import DataOrder, OrderSource, derive_seed, permute, require_rows_of_each
+from shardtune.batch.seeds import derive_seed
+from shardtune.data.loader.order import DataOrder, OrderSource, permute, require_rows_of_each
 from shardtune.errors import ConfigError
 from tests.support.dist.training import flat_script
 

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, GPT2Config
 from transformers.pytorch_utils import Conv1D
 
+from shardtune.batch.seeds import derive_seed
 from shardtune.checkpoint.hf_load import load_weights
 from shardtune.config import LoraConfig, load_recipe
-from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.models.lora.attach import (
     adapter_config,

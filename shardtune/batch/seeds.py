@@ -1,10 +1,17 @@
-"""torch's generators of random numbers, on the CPU and on this process's accelerators."""
+"""Seeds of random numbers: derived from what identifies a draw, and given to torch's generators."""
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 
 import torch
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from what identifies a draw, for example `derive_seed(seed, step, micro_batch, "dropout")`."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_torch(seed: int) -> None:
