@@ -6,6 +6,7 @@ import ast
 import re
 import runpy
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,11 @@ OTHERS = frozenset((
 PRIVATE_PATH = re.compile(r"\btorch(?:\.\w+)*\._(?!_)\w+")
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(source))]
+
+
 def private_names(source: str, own: frozenset[str]) -> Iterator[str]:
     """The private names of torch in a source: imported, in dotted paths, as attributes of objects, in strings.
 
@@ -35,7 +41,7 @@ def private_names(source: str, own: frozenset[str]) -> Iterator[str]:
         source: text of a file.
         own: private names that the package itself defines somewhere.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             paths = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (path for path in paths if PRIVATE_PATH.search(path))
@@ -60,7 +66,7 @@ def _is_private(name: str) -> bool:
 
 def defined_names(source: str) -> Iterator[str]:
     """The private names that a source defines: functions, classes, variables, attributes of `self`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -92,7 +98,7 @@ def test_the_module_holds_nothing_unused():
     imported = {
         alias.name
         for text in texts.values()
-        for node in ast.walk(ast.parse(text))
+        for node in nodes(text)
         if isinstance(node, ast.ImportFrom) and node.module == "shardtune.parallel.torch_private"
         for alias in node.names
     }

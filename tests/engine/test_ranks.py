@@ -183,6 +183,7 @@ def test_heads_are_read_by_any_name(tmp_path: Path, two: TrainEngine):
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_ring_of_ranks_that_divide_the_heads(model: Path, four: TrainEngine):
     """It is taken where it is named, and beside tensor ranks; heads of keys and values are in groups."""
     rows = NeedParallel(SAMPLES, type="seq")

@@ -149,7 +149,10 @@ def test_final_loads_and_gives_the_same_evaluation(name: str, trained: dict[str,
         assert AutoTokenizer.from_pretrained(run.dir / "final")("some words")["input_ids"]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in HUGGING_FACE else ()) for name in EXAMPLES],
+)
 def test_a_resumed_run_ends_with_the_same_bits(name: str, made: Path):
     def train(run: str, steps: int) -> Path:
         overrides = (f"runner.max_steps={steps}", f"runner.logger.experiment_name={run}")

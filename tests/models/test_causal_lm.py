@@ -114,7 +114,7 @@ def run_compiled(values: dict[str, Any]) -> tuple[Trace, list[int]]:
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kept", "computed again"])
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [

@@ -241,7 +241,15 @@ def test_a_layer_is_trained_as_without(layer: type[Layer], kind: bool | str) -> 
     assert_same(train_plainly(model), train_plainly(model_of(layer)))
 
 
-@pytest.mark.parametrize("layer", [*LAYERS, Drops])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Norm,
+        LateCounter,
+        Drops,
+        *(pytest.param(layer, marks=pytest.mark.slow) for layer in LAYERS if layer not in (Norm, LateCounter)),
+    ],
+)
 def test_so_is_a_compiled_one_whose_graphs_are_computed_twice(layer: type[Layer]) -> None:
     wanted = train_plainly(model_of(layer))
     model = model_of(layer)

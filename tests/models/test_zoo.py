@@ -71,9 +71,13 @@ SAMPLE = {
     "stablelm": BY_LENGTH,
     "llama4_text": BY_LENGTH,
 }
+ALIKE = ("olmo_hybrid", "lfm2_moe", "jamba")
+"""Whose layers are kinds of others of these."""
 
 
-@pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in SAMPLE]
+)
 def test_an_architecture_is_that_of_plain_transformers(family: str, tmp_path: Path) -> None:
     result = tried(CAUSAL, family, tmp_path, thorough=False)
     assert (result.how, result.answers) == (SAMPLE[family], SAME), result

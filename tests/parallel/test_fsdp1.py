@@ -217,6 +217,7 @@ def test_rounded_numbers_are_those_of_fsdp2() -> None:
         assert differences[3] < one_sum
 
 
+@pytest.mark.slow
 def test_known_faults_would_be_noticed(alone: Told) -> None:
     requests = [
         ("fsdp1", 1, "fp64", False, "divided"),

@@ -209,12 +209,3 @@ def test_compiled_layers_share_sequences(tmp_path: Path, method: str) -> None:
     assert ours.keys() == others.keys()
     for step, line in ours.items():
         assert line == pytest.approx(others[step], rel=ROUNDED), f"step {step}"
-
-
-@pytest.mark.lengthy
-def test_compiled_layers_whose_matrices_are_shared_are_refused(tmp_path: Path) -> None:
-    job = Job.make(tmp_path, "dense")
-    ended = job.train("compiled", STEPS, Segment(2, {"tensor": 2}, ["actor.model.compile=true"]))
-    assert ended.returncode == 2
-    assert "actor.model.compile: true does not work with actor.parallel.tensor: 2" in ended.stderr
-    assert not job.run("compiled").exists()

@@ -159,7 +159,7 @@ def test_two_ranks_resume_bitwise_and_change_their_number_exactly(tiny: Tiny, tm
             assert line["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-10)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_half_precision_keeps_its_masters_and_its_loss_scale(tiny: Tiny, precision: str) -> None:
     keys = {"actor__model__precision": precision, "runner__save_interval": -1}
     shardtune.train(tiny.recipe(precision, **keys))

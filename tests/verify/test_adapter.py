@@ -35,7 +35,7 @@ def verify(file: Path, name: str, *only: str, processes: bool = False) -> Report
     [
         ("Regressor", {"padding", "metrics"}),
         ("Denoiser", {"padding"}),
-        ("TorchDenoiser", {"padding"}),
+        pytest.param("TorchDenoiser", {"padding"}, marks=pytest.mark.slow),
         ("Pictures", {"padding", "masked", "metrics"}),
         ("Tokens", set()),
         ("Encoder", {"masked"}),

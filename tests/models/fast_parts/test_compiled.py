@@ -88,14 +88,16 @@ PARTS: dict[str, Callable[[Callable[[Any], Any]], Maker]] = {
 }
 
 
+FAST = {(True, "rms_norm"), (False, "rope")}
+"""One of those that are compiled, one of those that are not: the others take the same ways."""
+
+
 @pytest.mark.parametrize(
     ("traced", "part"),
     [
-        *(pytest.param(True, part, id=f"compiled too-{part}") for part in PARTS),
-        *(
-            pytest.param(False, part, id=f"called as it is-{part}", marks=() if part == "rope" else pytest.mark.slow)
-            for part in PARTS
-        ),
+        pytest.param(traced, part, id=f"{way}-{part}", marks=() if (traced, part) in FAST else pytest.mark.slow)
+        for traced, way in ((True, "compiled too"), (False, "called as it is"))
+        for part in PARTS
     ],
 )
 def test_kernels_have_their_numbers_in_compiled_layers(
