@@ -19,6 +19,8 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", VIDEO)
 """Of processors, image processors and feature extractors."""
 MODULES = "modules.json"
 """Of sentence-transformers: the modules after the model, such as pooling, each in a folder of its own."""
+OF_SENTENCES = (MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
+"""Of sentence-transformers: how texts become vectors or scores."""
 WRITTEN = ("config.json", "generation_config.json", "adapter_config.json")
 """Written from the trained model; of another model they would be wrong."""
 RESULTS = (
@@ -46,6 +48,7 @@ def copy_companions(
     tokenizer: PreTrainedTokenizerBase | None,
     has_processor: bool,
     adapter: bool,
+    sentences: bool = True,
     lacks_video: bool = False,
 ) -> list[str]:
     """Copy what a written directory lacks of the directories that training began from; returns the names.
@@ -60,6 +63,7 @@ def copy_companions(
         has_processor: whether a processor was written there.
         adapter: the directory holds a low-rank adapter, which is loaded with its base; then only the files of
             processors are copied.
+        sentences: whether sentence-transformers may load the trained model; beside any other its files would be wrong.
         lacks_video: the processor that was written is without its part for videos, whose settings are copied too.
 
     Raises:
@@ -75,10 +79,11 @@ def copy_companions(
             names.append(VIDEO)
         for source in sources:
             for file in _files(source, [*patterns, CODE] if _names_code(target) else patterns):
-                if file.name not in left_out and not (target / file.name).exists():
+                wrong = file.name in left_out or (not sentences and any(file.match(name) for name in OF_SENTENCES))
+                if not wrong and not (target / file.name).exists():
                     shutil.copyfile(file, target / file.name)
                     names.append(file.name)
-            for folder in () if adapter else module_folders(source):
+            for folder in module_folders(source) if sentences and not adapter else ():
                 if not (target / folder).exists():
                     shutil.copytree(source / folder, target / folder)
                     names.append(f"{folder}/")

@@ -37,6 +37,8 @@ TASKS = {
     "seq2seq": "text to text by an encoder-decoder such as T5 or BART (AutoModelForSeq2SeqLM)",
 }
 """Tasks other than chat, and what their models give."""
+SENTENCE_TRANSFORMERS = ("embedding", "reranker")
+"""Those whose directories sentence-transformers loads."""
 BUILT_IN = ("causal_lm", "vision_language", "vision_language_action", *TASKS, *POLICIES)
 """The system's own values of `actor.model.model_type`."""
 GROUP = "shardtune.adapters"

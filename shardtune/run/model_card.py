@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from shardtune.checkpoint.atomic import read_json
 from shardtune.config import Recipe, flatten
 from shardtune.config.hub_name import split_revision
+from shardtune.config.model_names import SENTENCE_TRANSFORMERS
 from shardtune.config.paths import data_paths
 from shardtune.config.recipe_file import read_stored
 from shardtune.config.schema import short_key
@@ -43,7 +44,7 @@ PIPELINES = {
     "reranker": "text-ranking",
     "seq2seq": "text2text-generation",
 }
-LIBRARIES = dict.fromkeys(("embedding", "reranker"), "sentence-transformers")
+LIBRARIES = dict.fromkeys(SENTENCE_TRANSFORMERS, "sentence-transformers")
 """By which models of a task are loaded, where it is not transformers."""
 
 

@@ -44,6 +44,8 @@ def test_what_is_copied(source: Path, tmp_path: Path) -> None:
     assert copied(source, tmp_path / "b", has_processor=True) == settings
     assert "tokenizer.json" in copied(source, tmp_path / "c", tokenizer=None)
     assert copied(source, tmp_path / "d", adapter=True) == ["preprocessor_config.json"]
+    (source / "sentence_bert_config.json").write_text("{}")
+    assert copied(source, tmp_path / "e", sentences=False) == ["mine.json", "preprocessor_config.json"]
 
 
 def test_settings_of_videos_stay_where_a_processor_is_written_without_them(source: Path, tmp_path: Path) -> None:

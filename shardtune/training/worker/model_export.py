@@ -26,6 +26,7 @@ from shardtune.checkpoint.module_weights import save_plain
 from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.config import Recipe
+from shardtune.config.model_names import BUILT_IN, SENTENCE_TRANSFORMERS
 from shardtune.errors import CheckpointError, ShardtuneError
 from shardtune.models.lora.attach import is_adapted
 from shardtune.models.pretrained import GENERATION, settings_directory
@@ -134,6 +135,7 @@ class ModelExport:
 
     def _copy_companions(self, directory: Path, *, adapter: bool) -> None:
         actor = self._recipe.actor
+        own = actor.worker is not None or actor.model.adapter is not None or actor.model.model_type not in BUILT_IN
         found = [settings_directory(path) for path in (actor.tokenizer.tokenizer_model, actor.model.model_path)]
         copy_companions(
             list(dict.fromkeys(source for source in found if source is not None)),
@@ -141,6 +143,7 @@ class ModelExport:
             tokenizer=self._text.tokenizer,
             has_processor=self._text.processor is not None,
             adapter=adapter,
+            sentences=own or actor.model.model_type in SENTENCE_TRANSFORMERS,
             lacks_video=lacks_video(self._text.processor),
         )
 
