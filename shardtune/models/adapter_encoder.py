@@ -30,7 +30,7 @@ from shardtune.config.user_code import USER_MODULE, import_file
 from shardtune.data.encoder import NEVER_A_ROW, Encoder, FrameOptions, LengthLimit, Row, RowDropped, RowError
 from shardtune.data.robot.returns import return_of
 from shardtune.errors import DataError, ModelError, ShardtuneError
-from shardtune.models.pretrained import SETTINGS, settings_directory
+from shardtune.models.pretrained import GENERATION, SETTINGS, settings_directory
 
 ENCODING_VERSION = 1
 """Part of every cache key; to be increased when the same row would be encoded differently."""
@@ -38,6 +38,8 @@ NOT_ABOUT_ROWS = "actor.model.attn_implementation"
 """A key that an adapter may read, and no row depends on."""
 MAX_BYTES = 64 * 2**20
 """Larger files are no settings."""
+NOT_OF_ROWS = (GENERATION, "checksums.json", "metrics.json", "trainer_state.json", "*_results.json", "*.index.json")
+"""Files beside a model that no row depends on."""
 
 
 class RowEncoding(Protocol):
@@ -352,7 +354,8 @@ def _settings(path: str | None) -> list[tuple[str, str]]:
     folder = settings_directory(path)
     patterns = [] if folder is None else [pattern for pattern in SETTINGS if pattern != "*.py"]
     files = sorted({file for pattern in patterns for file in Path(folder or "").glob(pattern) if file.is_file()})
-    return [(file.name, _content(file)) for file in files if file.stat().st_size <= MAX_BYTES]
+    read = [file for file in files if not any(file.match(name) for name in NOT_OF_ROWS)]
+    return [(file.name, _content(file)) for file in read if file.stat().st_size <= MAX_BYTES]
 
 
 def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

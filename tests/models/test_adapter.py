@@ -293,6 +293,14 @@ def test_the_cache_key_follows_the_keys_that_an_adapter_reads_and_their_files(tm
     assert len(set(keys)) == 4
 
 
+def test_the_cache_key_follows_the_settings_beside_a_model(tmp_path: Path) -> None:
+    keys = []
+    for name, text in (("config.json", "{}"), ("generation_config.json", "{}"), ("tokenizer_config.json", "{}")):
+        (tmp_path / name).write_text(text)
+        keys.append(encoder(model_path=str(tmp_path)).cache_key())
+    assert keys[0] == keys[1] != keys[2], "no row depends on how answers are generated"
+
+
 def test_the_cache_key_follows_every_file_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "several_files_of_mine"
     package.mkdir()
