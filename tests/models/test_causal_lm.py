@@ -59,7 +59,8 @@ def same(one: Trace, other: Trace, tolerance: float) -> None:
     ("kind", "how"),
     [
         ("dense", True),
-        *((kind, "selective") for kind in ("dense", "mixtral", "gemma")),
+        *((kind, "selective") for kind in ("dense", "gemma")),
+        pytest.param("mixtral", "selective", marks=pytest.mark.slow),
         *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("mixtral", "gemma")),
     ],
 )
@@ -73,7 +74,7 @@ def test_gradient_checkpointing_moves_no_number(folder: Path, kind: str, how: bo
         same(run_ranks(run_recipes, 2, [again])[0][0], alone, tolerance)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_selective_checkpointing_draws_the_same(folder: Path, ranks: int) -> None:
     """Dropout of attention, and of an adapter's inputs."""
     dropping = {

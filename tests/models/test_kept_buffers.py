@@ -377,11 +377,11 @@ def check_sharded(layers: Sequence[type[Layer]], others: Sequence[tuple[bool | s
                 assert_same(found[other], found[place])
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_so_is_a_sharded_one(flat: bool) -> None:
     check_sharded((Norm, Counter), [(kind, False) for kind in KINDS], flat)
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_so_is_a_sharded_one_with_compiled_layers() -> None:
     check_sharded((Norm, Drops), [(True, True)], flat=False)

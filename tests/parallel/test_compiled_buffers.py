@@ -123,7 +123,7 @@ def loss(line: str) -> float:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_ends_before_the_update(tmp_path: Path, ranks: int) -> None:
     rows = [{"x": torch.randn(4, generator=torch.Generator().manual_seed(number)).tolist()} for number in range(16)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -203,6 +203,7 @@ def test_awkward_shapes_equal_one_process(ranks: int, copies: list[int], alone: 
             assert result.names == alone.names
 
 
+@pytest.mark.slow
 def test_rounded_numbers_are_those_of_fsdp2() -> None:
     """Weights that two layers use in bf16 are apart where torch sums the two gradients in fp32 under FSDP2 alone.
 

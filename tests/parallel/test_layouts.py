@@ -23,7 +23,7 @@ from tests.support.dist.parity import EXACT
 pytestmark = pytest.mark.lengthy
 
 SOME = ("DDP-2", "HSDP 2 x 2-4", "FSDP 2 x TP 2-4", "FSDP 2 x SP 2-4", "offload-2", "LoRA, TP 2-2")
-SOME_EXPERTS = ("FSDP 2 x EP 2-4", "TP 2 x EP 4-4", "LoRA, EP 2-2")
+SOME_EXPERTS = ("FSDP 2 x EP 2-4", "LoRA, EP 2-2")
 OF_HEADS = (LaidOut("heads do not divide", 2, parallel(sequence=2)), *RINGS[1:4])
 WITH_TENSOR = LaidOut("ring 2 x TP 2", 4, parallel(sequence=2, tensor=2) | RING)
 CASES = [

@@ -184,7 +184,9 @@ def test_stopped_before_the_first_step_there_is_still_a_final_model(plain: Tiny,
     assert (run.dir / "final/model.safetensors").exists()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["in line", "background"])
+@pytest.mark.parametrize(
+    "asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in line", "background"]
+)
 def test_a_failure_is_named_saves_and_can_be_gone_on_from(plain: Tiny, tmp_path: Path, asynchronous: bool) -> None:
     name = f"failed_{asynchronous}"
     keys = {"runner__async_save": asynchronous}

@@ -144,6 +144,7 @@ def test_reach_without_mujoco_says_what_to_install(monkeypatch: pytest.MonkeyPat
     reach._model.cache_clear()
 
 
+@pytest.mark.slow
 def test_reach_without_opengl_says_what_to_install() -> None:
     import os
     import subprocess

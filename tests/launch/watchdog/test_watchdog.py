@@ -214,7 +214,12 @@ def test_the_time_limit_of_collectives_is_the_recipes(tiny: Tiny, monkeypatch: p
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
-    "way", ["stopped", pytest.param("holds_the_interpreter", marks=pytest.mark.slow), "skips_a_step", "leaves"]
+    "way",
+    [
+        "stopped",
+        "leaves",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("holds_the_interpreter", "skips_a_step")),
+    ],
 )
 def test_of_two_ranks_the_one_that_is_stuck_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, way: str):
     if way == "stopped":

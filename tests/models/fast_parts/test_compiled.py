@@ -88,8 +88,8 @@ PARTS: dict[str, Callable[[Callable[[Any], Any]], Maker]] = {
 }
 
 
-FAST = {(True, "rms_norm"), (False, "rope")}
-"""One of those that are compiled, one of those that are not: the others take the same ways."""
+FAST = {(True, "rms_norm")}
+"""The others take the same ways."""
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,9 @@ def _distance(one: Trace, other: Trace) -> float:
     return max(*losses, *(float((other.weights[name] - one.weights[name]).abs().max()) for name in one.weights))
 
 
-@pytest.mark.parametrize("layout", ["tensor", "packed", *(pytest.param(k, marks=pytest.mark.slow) for k in LAYOUTS)])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "tensor" else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_layouts_of_two_ranks_give_the_numbers_of_one(places: tuple[Path, Path], layout: str) -> None:
     folder, rows = places
     if not (folder / "qwen2_5_vl").exists():

@@ -22,7 +22,6 @@ QWEN_HALF_B = ModelShape(896, 24, 14, 2, 64, 4864, 151936, tied=True)
 MACHINE = Machine()
 SHORT = {
     "FSDP2": "bf16",
-    "TP 2, gradient_checkpointing": "bf16",
     "SP 2": "fp32",
 }
 COUNTED = [(case, SHORT[case.name]) for case in CASES if case.ranks == 2 and case.name in SHORT]

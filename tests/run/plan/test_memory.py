@@ -50,9 +50,9 @@ def plans(tiny: Tiny, *changes: str, ranks: int | None = None) -> Planner:
     "changes",
     [
         ("model.precision=fp32",),
-        ("model.precision=bf16", "optim.state_dtype=int8"),
+        pytest.param(("model.precision=bf16", "optim.state_dtype=int8"), marks=pytest.mark.slow),
         ("model.precision=bf16", "model.gradient_checkpointing=selective"),
-        ("model.precision=bf16", "model.is_lora=true", "model.lora.r=4"),
+        pytest.param(("model.precision=bf16", "model.is_lora=true", "model.lora.r=4"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

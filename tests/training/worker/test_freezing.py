@@ -269,7 +269,7 @@ def every(kind: str, folder: Path, begin: int = 0) -> Iterator[Told]:
     yield from run_ranks(all_trained, 2, kind, layouts, folder / "two")[0]
 
 
-@pytest.mark.parametrize("kind", ["Gradual", "GradualLoop"])
+@pytest.mark.parametrize("kind", ["Gradual", pytest.param("GradualLoop", marks=pytest.mark.slow)])
 def test_frozen_and_unfrozen_parameters_train_as_plain_pytorch_does(tmp_path: Path, kind: str) -> None:
     """Units and parts of them, with clipping, evaluations and checkpoints between; and from a checkpoint on.
 
