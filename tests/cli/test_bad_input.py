@@ -201,7 +201,7 @@ def test_what_only_the_ranks_find_is_told_once(work: Path) -> None:
     check(case, work, shell(*words(case), "runner.nproc_per_node=2"), before)
 
 
-@pytest.mark.parametrize("name", ["broken JSON at row 5,000", "a changed key"])
+@pytest.mark.parametrize("name", [pytest.param("broken JSON at row 5,000", marks=pytest.mark.slow), "a changed key"])
 def test_it_is_the_same_in_a_process_of_its_own(name: str, work: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     case.prepare(work)

@@ -32,7 +32,8 @@ def test_rejection_sampling_raises_the_score_on_unseen_problems(ranks: str):
     assert after > before + 25
 
 
-@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
 def test_distillation_brings_the_student_to_its_teacher(ranks: str):
     told = re.search(
         r"is ([\d.]+) nats per token from its teacher before, ([\d.]+) after",

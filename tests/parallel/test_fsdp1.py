@@ -403,6 +403,7 @@ def test_exports_are_the_same(workspace: Workspace, trained: tuple[Done, Done]) 
     assert (one / "config.json").read_text() == (two / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_checkpoints_continue_on_any_layout(workspace: Workspace, trained: tuple[Done, Done]) -> None:
     saved1, saved2 = workspace.folder / "saved1", workspace.folder / "saved2"
     either = [(keys, saved) for keys in ({}, FSDP1) for saved in (saved1, saved2)]

@@ -187,6 +187,7 @@ def test_a_killed_rank_is_started_again_and_an_error_is_not(
     the_error_is_shown(failed.value)
 
 
+@pytest.mark.slow
 def test_no_room_is_told_with_what_there_is(tiny: Tiny, cluster: None) -> None:
     keys = {"runner__num_workers": 3, "runner__ray": {"wait_seconds": 1}}
     with pytest.raises(ParallelError, match=r"no room for 3 workers(?s:.*)CPU 2(?s:.*)room for 2"):

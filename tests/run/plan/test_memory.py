@@ -103,7 +103,7 @@ def test_a_loss_over_all_rows_of_a_step_is_planned(tmp_path: Path) -> None:
     assert on_two.memory is not None
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_several_ranks_need_not_exist(tiny: Tiny) -> None:
     """Shards, states and their parts of tensor ranks are those of the first rank, to the byte of a float."""
     alone = plans(tiny, "model.precision=fp32").plan().memory

@@ -66,7 +66,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert [table["data"] for table in tables] == [[["2+2", "4", "True"]]] * 3
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_mlflow_with_a_file_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -16,7 +16,7 @@ from shardtune.models.action.openvla import OpenVLA
 from tests.support.dist.ranks import run_ranks
 from tests.support.tiny_openvla import HIDDEN, save_openvla
 
-CASES = (("fsdp", False), ("ddp", True), ("fsdp1", False))
+CASES = (("fsdp", False), ("ddp", True))
 PROMPT, ACTION = 6, 3
 
 
