@@ -32,6 +32,7 @@ from shardtune.engine.split_arguments import NeedParallel, divide
 from shardtune.errors import ModelError, ParallelError
 from shardtune.models.lora.attach import is_adapted
 from shardtune.parallel.meta_init import persistent_buffers
+from shardtune.parallel.unfit_parameters import check_shapes
 
 Executor = Literal["fsdp2", "fsdp1", "ddp"]
 EXECUTORS = ("fsdp2", "fsdp1", "ddp")
@@ -85,6 +86,7 @@ class TrainEngine:
         self._methods: dict[str, Method] = read_methods(self._kind, _own_names())
         self._module, self._executor, self._seed = module, executor, seed
         self._gather_to_generate = gather_to_generate
+        check_shapes(module)
         self._precision = precision or precision_of(module)
         self._id = f"{self._kind.__name__}-{os.getpid()}-{next(_numbers)}"
         self._team: Team | None = None

@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardtune.errors import ModelError, ParallelError
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
@@ -14,6 +15,21 @@ from shardtune.parallel.meta_init import persistent_buffers
 
 FSDP1_KEY = "actor.training_backend: fsdp1"
 AS_REAL = "register it as real numbers, with a last dimension of 2, and use torch.view_as_complex of it in the forward"
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Refuse parameters and buffers of lazy modules, which have no shape yet.
+
+    Raises:
+        ModelError: names the first one.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name} of {type(model).__name__} gets its shape from a first forward pass",
+                where=name,
+                remedy="give all sizes: nn.Linear(in, out) instead of nn.LazyLinear(out)",
+            )
 
 
 def check_trained(model: nn.Module, precision: str, *, on_ranks: bool) -> None:

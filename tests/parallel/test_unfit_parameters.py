@@ -126,6 +126,12 @@ class Empty(Net):
         return super().forward(x) + self.rows.sum() + self.columns.sum() + self.frozen.sum()
 
 
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(3)
+
+
 SPARSE = "embed is an nn.Embedding with sparse=True"
 COMPLEX = "turn holds complex numbers (complex128), which checkpoints and models on disk cannot hold"
 MAX_NORM = "embed is an nn.Embedding with max_norm=0.7: its forward writes into weights that ranks gather anew"
@@ -142,6 +148,7 @@ EXPECTED = {
     Integers: (FINE, FINE, FINE, "joins parameters of floating-point numbers alone, and order holds int64"),
     MaxNorm: (FINE, MAX_NORM, MAX_NORM, MAX_NORM),
     Empty: (FINE,) * 4,
+    Lazy: ("head.weight of Lazy gets its shape from a first forward pass",) * 4,
 }
 
 
@@ -149,7 +156,8 @@ def made(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(7)
     net = kind()
     for parameter in net.parameters():
-        parameter.data = parameter.data.double() if parameter.is_floating_point() else parameter.data
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.double()
     return net
 
 

@@ -12,7 +12,6 @@ from typing import TypedDict
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from transformers import PreTrainedModel
 
 from shardtune.checkpoint.hf_load import initialise_weights, load_weights
@@ -27,6 +26,7 @@ from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.meta_init import init_empty_weights, materialise, persistent_buffers, read_parameters
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private import BatchNormBase, set_parameter
+from shardtune.parallel.unfit_parameters import check_shapes
 from shardtune.training.build.initial_weights import (
     Build,
     check_same_files,
@@ -66,14 +66,9 @@ def build_empty(build: Build, seed: int) -> tuple[nn.Module, list[str]]:
             where="build()",
             remedy="return the model",
         )
+    check_shapes(model)
     empty: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if isinstance(parameter, UninitializedParameter):
-            raise ModelError(
-                f"the parameter {name} of {_kind(model)} gets its shape from a first forward pass",
-                where="build()",
-                remedy="give all sizes: nn.Linear(in, out) instead of nn.LazyLinear(out)",
-            )
         if notes or (parameter.is_meta and not parameter.is_contiguous()):  # FSDP2 requires contiguous parameters
             owner, _, key = name.rpartition(".")
             set_parameter(model.get_submodule(owner), key, empty.setdefault(parameter, _empty(parameter)))

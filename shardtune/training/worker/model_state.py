@@ -43,7 +43,7 @@ from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
-from shardtune.parallel.unfit_parameters import check_saved, check_trained
+from shardtune.parallel.unfit_parameters import check_saved, check_shapes, check_trained
 from shardtune.training.build.initial_weights import directory_of, seeded
 from shardtune.training.build.lora import (
     adapt,
@@ -139,6 +139,7 @@ class ModelState:
         with seeded(recipe.runner.seed), unwritten_is_nan():
             self.model: nn.Module = build()
         self.inner: nn.Module = source.inner_model(self.model)
+        check_shapes(self.inner)
         source.set_execution(self.inner)
         check_written(self.inner, lambda name: directory is None and checkpoint is None)
         if directory is None and self._is_empty():

@@ -404,7 +404,7 @@ def test_a_constructor_that_needs_values_is_run_for_real_with_a_note() -> None:
 
     with pytest.raises(KeyError, match="width"):
         build_empty(broken, SEED)
-    with pytest.raises(ModelError, match=r"the parameter weight of LazyLinear gets its shape from a first forward"):
+    with pytest.raises(ModelError, match=r"weight of LazyLinear gets its shape from a first forward"):
         build_empty(lambda: nn.LazyLinear(3), SEED)
 
 
