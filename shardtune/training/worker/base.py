@@ -289,7 +289,8 @@ class FSDPSftWorker(ABC):
             The norm before that.
 
         Raises:
-            ModelError: it is not called within such a `run_training`, or twice for one update.
+            ModelError: it is not called within such a `run_training`, or twice for one update, or `max_norm` is not
+                above 0.
         """
         if (updates := self.state.own_updates) is None:
             raise ModelError(

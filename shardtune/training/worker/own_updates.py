@@ -37,8 +37,14 @@ class OwnUpdates:
         """Scale the gradient to a norm of at most `max_norm` over all ranks; returns the norm before.
 
         Raises:
-            ModelError: it was called before, for the same update.
+            ModelError: it was called before, for the same update; or `max_norm` is no positive number.
         """
+        if max_norm is not None and not max_norm > 0:
+            raise ModelError(
+                f"clip_grad_norm_ is called with {max_norm}, which would turn or erase the gradient",
+                where=self.method,
+                remedy="give a number above 0, or none for actor.optim.clip_grad",
+            )
         if self._summed:
             raise ModelError(
                 "clip_grad_norm_ is called a second time before self.optimizer.step()",
@@ -73,8 +79,8 @@ class OwnUpdates:
         clip = recipe.actor.optim.clip_grad
         if clip is not None and not self.clipped:
             report(
-                f"{self.method} updates the weights without self.clip_grad_norm_(): actor.optim.clip_grad: {clip:g} is "
-                "not applied"
+                f"{self.method} updates the weights without FSDPSftWorker.clip_grad_norm_(): actor.optim.clip_grad: "
+                f"{clip:g} is not applied"
             )
         if recipe.actor.model.precision == "fp16":
             report(f"{self.method} updates the weights itself: the loss of fp16 is not scaled")

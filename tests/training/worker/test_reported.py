@@ -97,6 +97,11 @@ class ClipsTwice(Loop):
         return {"norm": self.clip_grad_norm_() + self.clip_grad_norm_()}
 
 
+class ClipsBelowZero(Loop):
+    def run_training(self) -> Any:
+        return {"norm": self.clip_grad_norm_(-1.0)}
+
+
 class ClipsElsewhere(own.Task):
     def run_eval(self) -> Any:
         return {"norm": self.clip_grad_norm_()}
@@ -200,6 +205,7 @@ def test_such_a_loop_clips_by_the_norm_of_all_ranks() -> None:
         ),
         ("Grows", "fp64", "the buffer late was made after the model was built"),
         ("ClipsTwice", "fp64", "clip_grad_norm_ is called a second time before self.optimizer.step()"),
+        ("ClipsBelowZero", "fp64", "clip_grad_norm_ is called with -1.0"),
         ("ClipsElsewhere", "fp64", "clip_grad_norm_ is called outside of run_training"),
         ("Empty", "fp64", "Empty.run_training returned a NoneType, not a dict of metrics"),
         ("Words", "fp64", "Words.run_training returned 'mood': a str, which is no number"),
