@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -145,6 +146,36 @@ def attention_memory(setting: Setting) -> Facts:
     output.sum().backward()
     gigabytes = (torch.cuda.max_memory_allocated() - before) / 1e9
     return within(gigabytes, 1.0, note=f"GB; the scores alone would be {heads * tokens**2 * 2 / 1e9:.0f}")
+
+
+def attention_graphs(setting: Setting) -> Facts:
+    """Two, with gradients and without, for rows of any length and any window, at the head size of Gemma 2."""
+    if setting.device == "cpu":
+        return skip("tests/models/test_flex_documents.py counts on a CPU")
+    torch.compiler.reset()
+    counters.clear()
+    flex_documents._works.cache_clear()
+    layer: Any = SimpleNamespace(is_causal=True)
+    began = time.perf_counter()
+    for gradients in (True, False):
+        for lengths in ([300, 41, 20], [50], [4000, 90], [128, 256], [1, 1]):
+            bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
+            query, key, value = (
+                torch.randn(1, sum(lengths), heads, 256, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+                for heads in (8, 4, 4)
+            )
+            with torch.set_grad_enabled(gradients):
+                leaves = [tensor.requires_grad_(gradients) for tensor in (query, key, value)]
+                for window in (None, 512):
+                    output, _ = document_attention(
+                        layer, *leaves, None, softcap=50.0, sliding_window=window, cu_seq_lens_q=bounds,
+                        max_length_q=max(lengths),
+                    )  # fmt: skip
+                    if gradients:
+                        output.sum().backward()
+    torch.cuda.synchronize()
+    graphs = counters["stats"]["unique_graphs"]
+    return within(graphs, 2, note=f"graphs, after {time.perf_counter() - began:.0f} s")
 
 
 def ring_pieces(setting: Setting, groups: int) -> Facts:
@@ -318,11 +349,11 @@ def waits(setting: Setting, kind: str, precision: str) -> Facts:
     worker.setup()
     for _ in range(3):
         worker.run_training()
+    torch.cuda.set_sync_debug_mode("warn")  # at first with a warning of its own
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
         worker.run_training()
-        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_sync_debug_mode("default")
     worker.release()
     places = [f"{Path(each.filename).name}:{each.lineno}" for each in warned if "synchroniz" in str(each.message)]
     return within(len(places), 1, note=", ".join(dict.fromkeys(places)))
@@ -486,6 +517,7 @@ def checks(setting: Setting) -> Sequence[Check]:
         found.append((f"flex, {name}, bf16", partial(attention, dtype=bf16, limit=BF16_ATTENTION, **given)))
     found += [
         ("flex, memory", attention_memory),
+        ("flex, graphs", attention_graphs),
         ("ring attention, pieces", partial(ring_pieces, groups=1)),
         ("ring attention, pieces, groups", partial(ring_pieces, groups=4)),
         ("head, out_dtype, bf16", partial(head, dtype=bf16, limit=2e-2)),

@@ -6,11 +6,13 @@ forward and backward, gives the formula's numbers; elsewhere the formula is.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,14 +20,19 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardtune.parallel.fp32_compute import computes_in_fp32
+from shardtune.parallel.torch_private import is_compiled_too_often
 
 BLOCK = 128
 """Tokens of a block of the mask, the size that torch's kernels take by default."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 AGREEMENT = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-2}
 """Of the trial: differences relative to the largest value. fp32 is multiplied in TF32 where a user allows that."""
-TRIAL_TOKENS = 160
-"""More than a block, and no multiple of one."""
+TRIAL_REST = 32
+"""Tokens beyond the whole blocks of the trial."""
+GRAPHS = 32
+"""At most, where this can be set (torch 2.13): of every dtype, scale and head size one with gradients and one without.
+Otherwise torch's own limit holds."""
+ALL_TOKENS = torch.iinfo(torch.int32).max
 KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
 """Not the one for few queries, which torch chooses for less than 128 tokens, and which has no way for some groups."""
 Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Soft"], torch.Tensor]
@@ -67,14 +74,20 @@ def soft_attention(
     Returns:
         [1, heads, tokens, value_dim].
     """
-    if query.dtype not in DTYPES or computes_in_fp32():
+    if query.dtype not in DTYPES or computes_in_fp32() or query.shape[2] == 1:  # that would be compiled for itself
         return None
     if not has_torch_function((query, key, value)):  # of a plan, in which nothing can be tried
         sizes = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
         settings = (soft.scale, soft.causal, soft.window, soft.softcap, soft.sinks is not None)
         if not _works(query.device, query.dtype, sizes, settings, formula):
             return None
-    return _attend(flex, query, key, value, cu_seqlens, soft)
+    try:
+        return _attend(flex, query, key, value, cu_seqlens, soft)
+    except Exception as error:
+        if not is_compiled_too_often(error):
+            raise
+        _say_formula("it was compiled too often, for too many dtypes and sizes of heads")
+        return None
 
 
 def flex(
@@ -95,6 +108,7 @@ def by_blocks(
     soft: Soft,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `flex`, by torch's `flex_attention`, compiled or not."""
+    query, key, value = _laid_out(query), _laid_out(key), _laid_out(value)
     mask = document_mask(cu_seqlens, query.shape[2], soft.causal, soft.window)
     cap = None if soft.softcap is None else _cap(soft.softcap, query.dtype, query.device)
     grouped = query.shape[1] != key.shape[1]
@@ -103,6 +117,11 @@ def by_blocks(
         kernel_options=KERNEL, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     return output, aux.lse
+
+
+def _laid_out(heads: torch.Tensor) -> torch.Tensor:
+    """In memory by tokens, as models compute it: each other layout would be compiled for itself."""
+    return heads.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def shapes(
@@ -128,29 +147,24 @@ def document_mask(cu_seqlens: torch.Tensor, tokens: int, causal: bool, window: i
         causal: as of `Soft`.
         window: likewise.
     """
-    number = -(-tokens // BLOCK)
+    number = max(2, -(-tokens // BLOCK))  # a single one would be compiled for itself
     places = torch.arange(number * BLOCK, device=cu_seqlens.device, dtype=torch.int32)
     document = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True)
     first, last = document[::BLOCK], document[BLOCK - 1 :: BLOCK]
     distance = places[:number, None] - places[None, :number]
-    some = (first[:, None] <= last[None]) & (first[None] <= last[:, None])
+    some = (first[:, None] <= last[None]) & (first[None] <= last[:, None]) & (places[None, :number] * BLOCK < tokens)
     every = (first == last)[:, None] & (first == last)[None] & (first[:, None] == first[None])
     if causal:
         some, every = some & (distance >= 0), every & (distance > 0)
     if window is not None:
         some = some & ((distance.abs() * BLOCK - (BLOCK - 1)) < window)
         every = every & ((distance.abs() * BLOCK + (BLOCK - 1)) < window)
-    reach = torch.full((), window or 0, dtype=torch.int32, device=cu_seqlens.device)  # a tensor, as for `_cap`
+    # A tensor, as for `_cap`, and beyond all tokens where there is no window: layers of either kind share a graph.
+    reach = torch.full((), window or ALL_TOKENS, dtype=torch.int32, device=cu_seqlens.device)
 
     def visible(_row: Any, _head: Any, query: Any, key: Any) -> Any:
-        found = document[query] == document[key]
-        if causal:
-            found = found & (query >= key)
-        if window is not None:
-            found = found & ((query - key) < reach)
-            if not causal:
-                found = found & ((key - query) < reach)
-        return found
+        found = (document[query] == document[key]) & ((query - key) < reach)
+        return found & (query >= key) if causal else found & ((key - query) < reach)
 
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(tokens, tokens)
@@ -192,8 +206,13 @@ def _attend(
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """`flex_attention`, compiled once for any number of tokens."""
-    return torch.compile(flex_attention, dynamic=True)
+    """`flex_attention`, compiled once for any number of tokens.
+
+    As a full graph: where torch has compiled it too often it raises an error. Otherwise it would go on uncompiled, with
+    the scores of all tokens of a micro-batch to each other in memory.
+    """
+    limit: Any = {"recompile_limit": GRAPHS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, **limit)
 
 
 @cache
@@ -223,14 +242,27 @@ def _works(
     furthest = max(differences, default=0.0)
     if not problems and furthest <= AGREEMENT[dtype]:  # NaN is not
         return True
-    why = problems[0] if problems else f"a trial of it is off by {furthest:.1e} of the largest value"
+    _say_formula(problems[0] if problems else f"a trial of it is off by {furthest:.1e} of the largest value")
+    return False
+
+
+def _say_formula(why: str) -> None:
     warnings.warn(
         f"attention with soft caps or sinks is computed by its formula, with all scores of a document in memory, as "
         f"torch's flex attention cannot be used here: {why}",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
-    return False
+
+
+def trial_tokens(sizes: Sequence[int]) -> int:
+    """Tokens of the trial: three blocks or a few more, the last of them in part.
+
+    What is compiled for the trial is used for all rows, so no size of it may be that of heads by chance: torch takes
+    equal sizes for one and the same, and would compile once more for other rows.
+    """
+    places = ((blocks, (blocks - 1) * BLOCK + TRIAL_REST, blocks * BLOCK) for blocks in count(3))
+    return next(place[1] for place in places if not {*place} & {*sizes})
 
 
 def trial(
@@ -253,7 +285,8 @@ def trial(
     """
     heads, groups, size, value_size = sizes
     scale, causal, window, softcap, has_sinks = settings
-    lengths = [TRIAL_TOKENS * 2 // 3, TRIAL_TOKENS - TRIAL_TOKENS * 2 // 3]
+    tokens = trial_tokens(sizes)
+    lengths = [tokens * 2 // 3, tokens - tokens * 2 // 3]
 
     # Of a generator of its own: those of training stay as they are. Regular values would do less well: if all keys were
     # much alike, the gradient of a query would be a small rest of large terms, and of bf16 the rounding alone.
@@ -263,13 +296,13 @@ def trial(
         return torch.randn(shape, generator=draws, dtype=torch.float64).to(device, dtype)
 
     inputs = [
-        numbers(1, heads, TRIAL_TOKENS, size),
-        numbers(1, groups, TRIAL_TOKENS, size),
-        numbers(1, groups, TRIAL_TOKENS, value_size),
+        numbers(1, heads, tokens, size),
+        numbers(1, groups, tokens, size),
+        numbers(1, groups, tokens, value_size),
         *([numbers(heads)] if has_sinks else []),
     ]
-    slope = numbers(1, heads, TRIAL_TOKENS, value_size)
-    bounds = torch.tensor([0, lengths[0], TRIAL_TOKENS], dtype=torch.int32, device=device)
+    slope = numbers(1, heads, tokens, value_size)
+    bounds = torch.tensor([0, lengths[0], tokens], dtype=torch.int32, device=device)
 
     def computed(by_documents: bool) -> list[torch.Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]

@@ -149,6 +149,14 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_compiled_too_often(error: Exception) -> bool:
+    """Whether a full graph was not compiled once more, as torch's limit of its forms is reached.
+
+    Read from the name, as the module of the error takes a second to import; there is no public name for it.
+    """
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module.compile()` has been called."""
     return module._compiled_call_impl is not None

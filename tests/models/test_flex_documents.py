@@ -151,3 +151,61 @@ def test_a_comparison_in_fp32_is_computed_by_the_formula(monkeypatch: pytest.Mon
     soft = flex_documents.Soft(0.25, True, None, 2.0, None)
     with computing_in_fp32():
         assert flex_documents.soft_attention(query, query, query, torch.tensor([0, 8]), soft, explicit) is None
+
+
+def test_one_graph_with_gradients_and_one_without_serve_all_rows_and_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch compiles eight forms of a function and then none: beyond them all scores would be in memory."""
+    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(of_torch.flex_attention, dynamic=True, fullgraph=True, backend=backend)
+    draws = torch.Generator().manual_seed(0)
+
+    def forward(lengths: list[int], window: int | None) -> None:
+        soft = Soft(0.25, True, window, 2.0, None)
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        query, key, value = (
+            torch.randn(1, sum(lengths), heads, 16, generator=draws).transpose(1, 2) for heads in (4, 3, 3)
+        )
+        query, key, value = (tensor.requires_grad_(torch.is_grad_enabled()) for tensor in (query[:, :3], key, value))
+        found, _ = by_blocks(compiled, query, key, value, bounds, soft)
+        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        torch.testing.assert_close(found, torch.cat([explicit(*part, soft) for part in parts], dim=2))
+
+    settings = (0.25, True, 9, 2.0, False)
+    apart = trial(partial(by_blocks, compiled), CPU, torch.float32, (3, 3, 16, 16), settings, explicit)
+    assert max(apart) < 1e-5
+    after_trial = len(graphs)
+    for window in (9, None, 200):
+        for lengths in ([300, 41, 20], [128], [128, 256], [50], [7], [1, 1]):
+            forward(lengths, window)
+    assert len(graphs) == after_trial
+    with torch.no_grad():
+        for lengths in ([300, 41, 20], [50], [128]):
+            forward(lengths, None)
+            forward(lengths, 9)
+    assert len(graphs) == after_trial + 1
+
+
+def test_what_is_compiled_too_often_is_computed_by_the_formula_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
+    compiled = torch.compile(of_torch.flex_attention, dynamic=True, fullgraph=True, backend="eager")
+    monkeypatch.setattr(flex_documents, "_works", lambda *_: True)
+    monkeypatch.setattr(flex_documents, "_compiled", lambda: compiled)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    soft = Soft(0.25, True, None, 2.0, None)
+    bounds = torch.tensor([0, 8], dtype=torch.int32)
+
+    def attention(dtype: torch.dtype) -> torch.Tensor | None:
+        query = torch.ones(1, 2, 8, 16, dtype=dtype)
+        return flex_documents.soft_attention(query, query, query, bounds, soft, explicit)
+
+    torch.compiler.reset()
+    assert attention(torch.float32) is not None
+    with pytest.warns(RuntimeWarning, match=r"by its formula.*compiled too often"):
+        assert attention(torch.bfloat16) is None
+    torch.compiler.reset()
