@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -74,7 +75,7 @@ def soft_attention(
     Returns:
         [1, heads, tokens, value_dim].
     """
-    if query.dtype not in DTYPES or computes_in_fp32() or query.shape[2] == 1:  # that would be compiled for itself
+    if query.dtype not in DTYPES or computes_in_fp32():
         return None
     if not has_torch_function((query, key, value)):  # of a plan, in which nothing can be tried
         sizes = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
@@ -108,6 +109,7 @@ def by_blocks(
     soft: Soft,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `flex`, by torch's `flex_attention`, compiled or not."""
+    tokens = query.shape[2]
     query, key, value = _laid_out(query), _laid_out(key), _laid_out(value)
     mask = document_mask(cu_seqlens, query.shape[2], soft.causal, soft.window)
     cap = None if soft.softcap is None else _cap(soft.softcap, query.dtype, query.device)
@@ -116,11 +118,17 @@ def by_blocks(
         query, key, value, score_mod=cap, block_mask=mask, scale=soft.scale, enable_gqa=grouped,
         kernel_options=KERNEL, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
-    return output, aux.lse
+    return output[:, :, :tokens], aux.lse[..., :tokens]
 
 
 def _laid_out(heads: torch.Tensor) -> torch.Tensor:
-    """In memory by tokens, as models compute it: each other layout would be compiled for itself."""
+    """With more than a block of tokens, in memory one after the other, as models compute them.
+
+    Any other layout, and the case of a single block or token, would be compiled for itself. Tokens that are added are
+    of no document.
+    """
+    missing = max(0, BLOCK + 1 - heads.shape[2])
+    heads = F.pad(heads, (0, 0, 0, missing)) if missing else heads
     return heads.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -143,16 +151,16 @@ def document_mask(cu_seqlens: torch.Tensor, tokens: int, causal: bool, window: i
 
     Args:
         cu_seqlens: int32 [documents + 1].
-        tokens: of all documents.
+        tokens: of all documents, and of none after them.
         causal: as of `Soft`.
         window: likewise.
     """
-    number = max(2, -(-tokens // BLOCK))  # a single one would be compiled for itself
+    number = -(-tokens // BLOCK)
     places = torch.arange(number * BLOCK, device=cu_seqlens.device, dtype=torch.int32)
     document = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True)
     first, last = document[::BLOCK], document[BLOCK - 1 :: BLOCK]
     distance = places[:number, None] - places[None, :number]
-    some = (first[:, None] <= last[None]) & (first[None] <= last[:, None]) & (places[None, :number] * BLOCK < tokens)
+    some = (first[:, None] <= last[None]) & (first[None] <= last[:, None])
     every = (first == last)[:, None] & (first == last)[None] & (first[:, None] == first[None])
     if causal:
         some, every = some & (distance >= 0), every & (distance > 0)
