@@ -46,9 +46,15 @@ class Turns:
         self._done, self._tokens, self._warm = 0, 0.0, False
         self._began = time.perf_counter()
 
+    def report(self, what: str) -> None:
+        """A line in the contender's log: how long its start takes, and what of it."""
+        print(f"{what} after {time.perf_counter() - self._began:.1f} s", file=sys.stderr, flush=True)
+
     def step_done(self, tokens: float) -> None:
         self._done += 1
         self._tokens += tokens
+        if not self._warm:
+            self.report(f"step {self._done}")
         if self._done < (self._steps if self._warm else WARM):
             return
         if self._cuda:
@@ -68,6 +74,7 @@ def run_shardtune(case: Case, setting: Setting, turns: Turns, **changes: Any) ->
 
     worker = SFTWorker(load_recipe(recipe_of(case, setting, **changes)), report=quiet)
     worker.setup()
+    turns.report("model built")
     while True:
         before, metrics = worker.step, worker.run_training()
         if worker.step == before:
@@ -123,6 +130,7 @@ def run_trl(case: Case, setting: Setting, turns: Turns, attention: str | None = 
         processing_class=AutoTokenizer.from_pretrained(save_shape(case.model, setting)), peft_config=lora,
         callbacks=[Watch()],
     )  # fmt: skip
+    turns.report("model built")
     trainer.train()
 
 
