@@ -201,7 +201,6 @@ def test_what_is_compiled_too_often_is_computed_by_the_formula_and_said(monkeypa
     compiled = torch.compile(of_torch.flex_attention, dynamic=True, fullgraph=True, backend="eager")
     monkeypatch.setattr(flex_documents, "_works", lambda *_: True)
     monkeypatch.setattr(flex_documents, "_compiled", lambda: compiled)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     soft = Soft(0.25, True, None, 2.0, None)
     bounds = torch.tensor([0, 8], dtype=torch.int32)
 
@@ -210,7 +209,8 @@ def test_what_is_compiled_too_often_is_computed_by_the_formula_and_said(monkeypa
         return flex_documents.soft_attention(query, query, query, bounds, soft, explicit)
 
     torch.compiler.reset()
-    assert attention(torch.float32) is not None
-    with pytest.warns(RuntimeWarning, match=r"by its formula.*compiled too often"):
-        assert attention(torch.bfloat16) is None
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert attention(torch.float32) is not None
+        with pytest.warns(RuntimeWarning, match=r"by its formula.*compiled too often"):
+            assert attention(torch.bfloat16) is None
     torch.compiler.reset()
