@@ -27,6 +27,7 @@ from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import ADAPTER, lora_layers
 from shardtune.models.lora.init import merged
 from shardtune.models.vision.processors import load_processor
+from shardtune.parallel.clipping import check_max_norm, clip_factor
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.sequence_parallel import TokenShare
@@ -267,10 +268,15 @@ class BaseTrainModule(nn.Module):
         return part if tokens is None else _SummedOverRanks.apply(part, tokens.ranks.get_group())
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale the gradient so that its norm over all ranks is at most `max_norm`; returns the norm before that."""
+        """Scale the gradient so that its norm over all ranks is at most `max_norm`; returns the norm before that.
+
+        Raises:
+            ModelError: `max_norm` is no number above 0.
+        """
+        check_max_norm(max_norm, type(self).__name__)
         weights = self._rank_context().weights
         norm = weights.gradient_norm()
-        weights.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
+        weights.scale_gradients(clip_factor(max_norm, norm))
         return norm
 
     # How it is called.

@@ -17,6 +17,7 @@ from shardtune.data.loader.protocol import MicroBatch, Step
 from shardtune.data.user_loader.batch import UserBatch
 from shardtune.errors import ModelError
 from shardtune.launch.progress import PROGRESS
+from shardtune.parallel.clipping import EPSILON
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.half_products import recomputing
 from shardtune.parallel.ranks import Ranks
@@ -29,7 +30,6 @@ ROW_DRAWS = "rows"
 """`derive_seed(seed, step, ROW_DRAWS)` is the key of the rows' random numbers in a step, `derive_seed(seed, ROW_DRAWS)`
 in evaluation."""
 MAX_HALVINGS = 40
-CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 TRAIN_METRICS = (
     "train/loss",
     "train/grad_norm",
@@ -262,7 +262,7 @@ def optimizer_step(
         if buffers:
             weights.restore_buffers(buffers)
         return StepResult(losses, norm, False, problem, kind, metrics, known_at)
-    factor = 1.0 if clip is None else min(1.0, clip / (norm + CLIP_EPSILON))
+    factor = 1.0 if clip is None else min(1.0, clip / (norm + EPSILON))
     weights.scale_gradients(factor / scale)
     optimizer.step()
     weights.copy_masters_to_model()

@@ -10,8 +10,8 @@ import torch
 
 from shardtune.config.schema import Recipe
 from shardtune.errors import ConfigError, ModelError
+from shardtune.parallel.clipping import check_max_norm, clip_factor
 from shardtune.parallel.fsdp2 import Weights
-from shardtune.training.step import CLIP_EPSILON
 
 
 @dataclass(slots=True)
@@ -39,12 +39,8 @@ class OwnUpdates:
         Raises:
             ModelError: it was called before, for the same update; or `max_norm` is no positive number.
         """
-        if max_norm is not None and not max_norm > 0:
-            raise ModelError(
-                f"clip_grad_norm_ is called with {max_norm}, which would turn or erase the gradient",
-                where=self.method,
-                remedy="give a number above 0, or none for actor.optim.clip_grad",
-            )
+        if max_norm is not None:
+            check_max_norm(max_norm, self.method)
         if self._summed:
             raise ModelError(
                 "clip_grad_norm_ is called a second time before self.optimizer.step()",
@@ -54,7 +50,7 @@ class OwnUpdates:
         self._sum()
         self.clipped, norm = True, self.weights.gradient_norm()
         if max_norm is not None:
-            self.weights.scale_gradients(min(1.0, max_norm / (norm + CLIP_EPSILON)))
+            self.weights.scale_gradients(clip_factor(max_norm, norm))
         return norm
 
     def count(self, optimizer: torch.optim.Optimizer) -> None:
