@@ -35,6 +35,7 @@ SAME_SHAPES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, 
 LONGEST_REASON = 200
 """Characters of an exception's message that a note repeats."""
 MIXED = "rows are packed, but each runs through its layers with a state by itself"
+SEE_EACH_OTHER = "packed rows see each other in this model"
 WITHOUT_BOUNDARIES = "its linear attention does not receive where rows begin"
 NARROWED = "{} are in half precision while it computes, as its code takes one dtype alone"
 DIFFERS_FROM_EAGER = "its own attention differs from transformers' eager attention, and is used as it is"
@@ -164,8 +165,10 @@ def _choose(
         return obstacle
 
     def when_packed() -> str:
+        if not _obstacle(together, SEE_EACH_OTHER):  # what is exact for both rows is so for each alone
+            return ""
         obstacle = with_either_transform("its attention over packed rows differs from its own")
-        return obstacle or _obstacle(together, "packed rows see each other in this model")
+        return obstacle or _obstacle(together, SEE_EACH_OTHER)
 
     if adapter.packs:
         obstacle = adapter.leaks or when_packed()
