@@ -39,7 +39,7 @@ def together(case: Case, setting: Setting, contenders: int) -> bool:
 class Contender:
     """A contender's process, from the referee's side: it imports what it needs, builds its model, and takes turns."""
 
-    def __init__(self, name: str, case: Case, setting: Setting) -> None:
+    def __init__(self, name: str, case: Case, setting: Setting, threads: int) -> None:
         self.name, self.rates, self.peak = name, [], 0.0
         slug = f"{case}-{name}".replace(" ", "-")
         given = setting.work("contenders") / f"{slug}.json"
@@ -51,7 +51,7 @@ class Contender:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gpu_parts.contender", name, str(given)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "PYTHONPATH": path},
+                stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
             )  # fmt: skip
 
     def begin(self) -> None:
@@ -96,11 +96,13 @@ class Contender:
 def _spawned(names: Sequence[str], case: Case, setting: Setting, lines: list[Facts]) -> list[Contender]:
     """The processes of those that have the packages they need."""
     spawned: list[Contender] = []
+    # More threads than cores would wait for each other, actively, while models are drawn.
+    threads = max(1, (os.cpu_count() or 1) // (len(names) if together(case, setting, len(names)) else 1))
     for name in names:
         if absent := missing(name):
             lines.append({"contender": name, "verdict": SKIP, "note": f"{', '.join(absent)} is missing"})
         else:
-            spawned.append(Contender(name, case, setting))
+            spawned.append(Contender(name, case, setting, threads))
     return spawned
 
 
