@@ -51,7 +51,8 @@ class Contender:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gpu_parts.contender", name, str(given)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+                stdout=subprocess.PIPE, stderr=log, text=True,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
             )  # fmt: skip
 
     def begin(self) -> None:
