@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -24,6 +25,7 @@ from shardtune.cli.recipe import convert, explain_key, preview
 from shardtune.cli.replay import replay
 from shardtune.cli.report import report
 from shardtune.cli.train import train
+from shardtune.launch.cores import waiting
 from shardtune.launch.signals import end_with_parent, is_supervised
 from shardtune.verify.commands import verify_app
 
@@ -115,6 +117,7 @@ def main() -> None:
     """Run the command line; exit with 0, 1, 2 (an error in the input), 75 (stopped after saving) or 76 (stuck)."""
     if is_supervised():
         end_with_parent()
+    os.environ |= waiting(os.environ)  # of this process and of the ranks that it starts
     try:
         code = app(standalone_mode=False, prog_name="shardtune")
     except UsageError as error:

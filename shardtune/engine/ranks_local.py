@@ -21,7 +21,7 @@ from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, raise_failure
 from shardtune.engine.ranks_remote import RemoteRanks, stuck_outcome
-from shardtune.launch.cores import threads_of_rank
+from shardtune.launch.cores import threads_of_rank, waiting
 from shardtune.launch.local import free_port
 from shardtune.launch.module_process import module_command
 from shardtune.launch.watchdog.verdict import StandReport
@@ -63,7 +63,7 @@ class LocalRanks(RemoteRanks):
                 module_command("shardtune.engine.ranks_local", str(there.fileno())),
                 pass_fds=[there.fileno()],
                 start_new_session=True,  # Ctrl-C is for the caller
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env={**waiting(os.environ), **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._ranks.append(process)
         self._pipes.append(Connection(here.detach()))

@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+WAITING = {"GOMP_SPINCOUNT": "1000"}
+"""Of GNU's OpenMP, with which torch computes: the turns, of 10 to 50 ns, that a thread waits for others before it
+sleeps. So it does by itself where it has more threads than cores; it does not know of other programs."""
+WAITS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+"""Variables with which users choose how threads wait."""
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -29,6 +34,15 @@ def limit_threads() -> None:
 
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable_cores():
         torch.set_num_threads(usable_cores())
+
+
+def waiting(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which threads that wait for others soon give up their core; none where a user has chosen otherwise.
+
+    They count for a process that imports torch afterwards. By default its threads wait actively for milliseconds at the
+    end of each operation, and keep the core that the last of them needs where another program has one too.
+    """
+    return {} if any(name in environment for name in WAITS) else dict(WAITING)
 
 
 def cpu_limits(cgroups: Path = CGROUPS, own: Path = OWN) -> Iterator[float]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardtune.cli.commands as commands
 import shardtune.launch.cores as cores
-from shardtune.launch.cores import cpu_limits, limit_threads, threads_of_rank, usable_cores
+from shardtune.launch.cores import cpu_limits, limit_threads, threads_of_rank, usable_cores, waiting
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,14 @@ def test_threads_are_those_of_the_usable_cores(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("OMP_NUM_THREADS")
     limit_threads()
     assert asked == [3]
+
+
+def test_threads_wait_briefly_unless_a_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waiting({}) == {"GOMP_SPINCOUNT": "1000"}
+    assert waiting({"GOMP_SPINCOUNT": "5"}) == waiting({"OMP_WAIT_POLICY": "active"}) == {}
+    seen: list[str | None] = []
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setattr(commands, "app", lambda **_: seen.append(os.environ.get("GOMP_SPINCOUNT")))
+    monkeypatch.setattr(commands, "leave", lambda _: None)
+    commands.main()
+    assert seen == ["1000"]

@@ -35,7 +35,7 @@ R = TypeVar("R")
 FORWARDED = (
     *("SHARDTUNE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH", "NCCL_", "GLOO_", "CUBLAS_"),
     *("WANDB_", "MLFLOW_", "TRACKIO_", "SWANLAB_"),
-    *("OMP_NUM_THREADS", "PYTHONPATH", "XDG_CACHE_HOME"),
+    *("OMP_", "GOMP_", "PYTHONPATH", "XDG_CACHE_HOME"),
 )
 """Prefixes of the variables that ranks inherit from the launcher's environment."""
 OBJECT_STORE_BYTES = 100 * 2**20
