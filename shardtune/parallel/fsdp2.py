@@ -38,6 +38,7 @@ from shardtune.parallel.torch_private import (
     is_at_rest,
     multiply_,
     norms_of,
+    shard_integers,
     without_hooks,
     without_modes,
 )
@@ -92,6 +93,7 @@ def shard(
     whole = {parameter for parameter in root.parameters() if parameter.ndim == 0 or not parameter.numel()}
     if policy.param_dtype is not None:
         whole |= full_precision_parameters(root)
+    shard_integers()
     by_itself = {*units, *experts}
     innermost_first = [module for module in reversed(list(root.modules())) if module in by_itself]
     for unit in (*innermost_first, root):

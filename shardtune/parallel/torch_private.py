@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import requires
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ try:
     from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
     from torch.autograd.graph import _engine_run_backward
     from torch.distributed.distributed_c10d import _get_default_store, _world
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy
     from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
         DefaultAllGather,
@@ -67,6 +67,41 @@ except ImportError as error:
 # `FakeTensorMode` computes the shapes of results without memory, on a CPU too, where meta tensors cannot be sharded.
 # `tree_map` and `tree_map_only` go through outputs of transformers, which registers its classes with this pytree and
 # with no other. To be replaced by `torch.utils.pytree`, once there is one.
+
+# -- torch 2.11 --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def shard_integers() -> None:
+    """Let `fully_shard` take parameters of integers, the codes of four bits among them, as torch 2.12 does by itself.
+
+    torch 2.11 makes each sharded parameter as one that is trained, and then says whether it is; and it gathers integers
+    in the dtype of the computation.
+    """
+    if torch.__version__ >= "2.12":
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    original: Any = _fsdp_param.FSDPParam.init_dtype_attrs
+
+    def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
+        original(self, policy)
+        if not self.orig_dtype.is_floating_point:
+            self.param_dtype = None
+
+    vars(_fsdp_param)["nn"] = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
+    _fsdp_param.FSDPParam.init_dtype_attrs = init_dtype_attrs
+
+
+def set_shutdown_seconds(seconds: int) -> None:
+    """Of torch 2.11, whose torchrun has no `--shutdown-timeout`: how long ranks that are stopped may take."""
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    PContext.close.__defaults__ = (None, seconds)
+
 
 # -- Modules -----------------------------------------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ class LateCounter(Counter):
         self.calls = 0
 
     def changed(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += not in_backward()
+        self.calls += 0 if in_backward() else 1
         return super().changed(x) if self.calls > 3 else x
 
 
