@@ -37,6 +37,7 @@ def convert(c: Conversion) -> None:
     name = "excess_length_strategy"
     c.put("data.on_too_long", long_rows, name, comment=_origin(c, name))
     is_packed = is_on(c.get("sample_packing"))
+    sequence = "context_parallel_size" if c.has("context_parallel_size") else "sequence_parallel_degree"
     rules.batch(
         c,
         "micro_batch_size",
@@ -45,6 +46,7 @@ def convert(c: Conversion) -> None:
         packed=length if is_packed else None,
         packing=("sample_packing",),
         whole_batch="batch_size",
+        shared=("tensor_parallel_size", sequence),
     )
     if not is_packed:
         c.record("sample_packing", Kind.DEFAULT, rules.PACKED_ANYWAY)

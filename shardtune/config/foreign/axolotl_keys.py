@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardtune.config.foreign.sharding import FSDP_CONFIG
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
+from shardtune.config.foreign.training_arguments import LAST_ROWS
 from shardtune.config.foreign.values import as_number, clip, is_on, whole, whole_number
 
 HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
@@ -149,6 +150,7 @@ TABLE: Table = {
     "wandb_mode": Missing("WANDB_MODE in the environment"),
     "wandb_run_id": Missing("WANDB_RUN_ID in the environment"),
     "seed": To("runner.seed"),
+    "dataloader_drop_last": Missing(LAST_ROWS),
     "resume_from_checkpoint": Missing(
         "the same command continues a run of shardtune; checkpoints of others are not read"
     ),
@@ -232,7 +234,7 @@ TABLE: Table = {
         "strict type_of_model model_type cls_model_config processor_kwargs tokenizer_save_jinja_files "
         "save_safetensors mean_resizing_embeddings dataset_shard_idx skip_prepare_dataset num_dataset_shards_to_save "
         "dataset_keep_in_memory dataloader_pin_memory dataloader_num_workers dataloader_prefetch_factor "
-        "dataloader_drop_last accelerator_config remove_unused_columns hf_use_auth_token device_map world_size "
+        "accelerator_config remove_unused_columns hf_use_auth_token device_map world_size "
         "local_rank ddp ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters gc_steps gc_collect_steps "
         "torch_empty_cache_steps gradient_checkpointing_kwargs deepcompile fsdp_version fsdp_final_state_dict_type "
         "heads_k_stride ring_attn_func max_memory low_cpu_mem_usage preprocess_iterable overrides_of_model_kwargs "

@@ -175,6 +175,7 @@ def apply(c: Conversion, found: Started, *, is_counted: bool) -> None:
         flat.not_needed("it is for Python", *found.values)
     flat.translate(_table(found))
     _merge(c, flat, found)
+    c.notes += flat.notes
     if "mixed_precision" in found.values:
         del c.outcomes[found.names["mixed_precision"]]
         _precision(c, found.names["mixed_precision"], str(found.values["mixed_precision"]).lower())

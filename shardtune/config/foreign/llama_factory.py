@@ -207,6 +207,8 @@ def _training(c: Conversion, stage: str) -> None:
     else:
         c.put("data.train_on", "last_assistant" if is_on(c.get("mask_history")) else "assistant", "mask_history")
         c.record("train_on_prompt", Kind.DEFAULT, "data.train_on: assistant")
+    if is_on(c.get("use_swanlab")):
+        rules.loggers(c, "use_swanlab", [*listed(c.get("report_to")), "swanlab"])
     patience = whole(c.get("early_stopping_steps"))
     if patience:
         c.put("runner.early_stop.enabled", True, "early_stopping_steps")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from shardtune.config.foreign.conversion import Conversion, Kind, short
@@ -29,6 +29,7 @@ def batch(
     packed: int | None,
     packing: Sequence[str] = (),
     whole_batch: str = "",
+    shared: Sequence[str] = (),
 ) -> None:
     """The rows, or with packing the tokens, of a step over all processes, and of a forward pass.
 
@@ -40,14 +41,18 @@ def batch(
         packed: with packing, the tokens of a packed sequence, which then counts as one row.
         packing: the keys that switch packing on.
         whole_batch: a key with the rows of a step on each process, which replaces `accumulation`.
+        shared: the keys with numbers of processes that have the same rows, as they divide a model or its sequences.
     """
     each = whole(c.get(per_device)) or rows
     times = whole(c.get(accumulation)) or 1
     if whole_batch and c.has(whole_batch) and not c.has(accumulation):
         times = max(1, (whole(c.get(whole_batch)) or each) // each)
-    size = c.world_size or 1
+    same = math.prod(max(1, whole(c.get(name)) or 1) for name in shared)
+    size = max(1, (c.world_size or 1) // same)
     names = [per_device, accumulation, *([whole_batch] if whole_batch else [])]
     product = f"{each} × {times} × {size} {'process' if size == 1 else 'processes'}"
+    if same > 1:
+        product = f"{each} × {times} × {size} of {same} processes each, which have the same rows"
     if c.world_size is None:
         product += "; with more, times their number (--world-size)"
     if packed is None:
@@ -149,10 +154,8 @@ def schedule(c: Conversion, name: str, options: str, *, default: str, total: int
     if kind in ("linear", "constant", "constant_with_warmup"):
         put("linear" if kind == "linear" else "constant")
     elif kind == "polynomial" and number(given.get("power", 1.0)) == 1.0:
-        put("linear", number(given.get("lr_end")) or 1e-7)
+        put("linear", number(given.get("lr_end", 1e-7)) or 0.0)
     elif kind == "cosine" or (kind == "cosine_with_restarts" and number(given.get("num_cycles", 1)) == 1):
-        if kind == "cosine" and number(given.get("num_cycles", 0.5)) != 0.5:
-            c.missing("a cosine falls once, to min_lr: leave num_cycles out", f"{options}.num_cycles")
         put("cosine")
     elif kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and "warmup_lr_rate" not in given:
         put("cosine", number(given.get("min_lr")) or rate * (number(given.get("min_lr_rate")) or 0.0))
@@ -168,7 +171,32 @@ def schedule(c: Conversion, name: str, options: str, *, default: str, total: int
         how = "; wsd falls linearly over actor.optim.decay_ratio of the steps" if near == "wsd" else ""
         remedy = f"constant, linear, cosine and wsd are the schedules here; {near} is written: compare{how}"
         c.missing(remedy, name, options)
+        return True
+    _unread(c, kind, options, given)
     return kind != "constant"
+
+
+_READ = {
+    "polynomial": ("power", "lr_end"),
+    "cosine_with_restarts": ("num_cycles",),
+    **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), ("min_lr", "min_lr_rate")),
+    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio"),
+}
+"""The arguments of each schedule that are read."""
+_PLAIN: Mapping[str, object] = {"num_cycles": 0.5, "warmup_type": "linear", "last_epoch": -1}
+"""The values of the others that describe what happens here anyway."""
+
+
+def _unread(c: Conversion, kind: str, options: str, given: Mapping[str, object]) -> None:
+    """Name the arguments of a schedule that the line of the recipe does not have."""
+    is_text = isinstance(c.get(options), str)
+    if c.has(options) and not given and c.get(options) != {}:
+        c.missing("it is no mapping of names to values, so nothing is read of it", options)
+    for key, value in given.items():
+        if key not in _READ.get(kind, ()) and value is not None and value != _PLAIN.get(key):
+            remedy = "a cosine falls once, to min_lr" if key == "num_cycles" else f"{kind} has no {key} here"
+            name = options if is_text else f"{options}.{key}"
+            c.missing(f"{remedy}: leave {key} out, and compare the rates", name)
 
 
 def choose_optimizer(c: Conversion, name: str, options: str) -> None:

@@ -66,6 +66,11 @@ def deepspeed(c: Conversion, name: str) -> None:
     parts = [zero.get(f"offload_{part}") for part in ("param", "optimizer")] if isinstance(zero, Mapping) else []
     devices = [part.get("device") for part in parts if isinstance(part, Mapping)]
     c.not_needed("models are sharded with FSDP2, like ZeRO 3", name)
+    for part, ours in (("optimizer", "actor.optim.name"), ("scheduler", "actor.optim.lr_scheduler")):
+        section = found.get(part)
+        if isinstance(section, Mapping):
+            kind = section.get("type", section)
+            c.notes.append(f"{name}: its {part} ({kind}) replaces the one of {c.trainer}; compare {ours} of the recipe")
     if "cpu" in devices or "nvme" in devices:
         c.put(OFFLOAD, True, name, comment=f"{name}: zero_optimization offloads")
 

@@ -18,6 +18,11 @@ LINEAR = {
     "output": "lm_head",
 }
 """torchtune's names of linear layers, and those of the models of transformers."""
+_CHANGED = "actor.model.config_overrides: {NAME: VALUE} changes it"
+_MODEL = (
+    *("model._component_", "model.lora_rank", "model.lora_alpha", "model.lora_dropout", "model.lora_attn_modules"),
+    *("model.apply_lora_to_mlp", "model.apply_lora_to_output", "model.use_dora", "model.quantize_base"),
+)
 TABLE: Table = {
     "model": By("actor.model.model_path: OWNER/NAME"),
     "checkpointer": By("actor.model.model_path: FOLDER"),
@@ -97,6 +102,7 @@ def convert(c: Conversion) -> None:
         "gradient_accumulation_steps",
         rows=2,
         packed=(length or 2048) if packed else None,
+        shared=("tensor_parallel_dim", "context_parallel_dim"),
     )
     total = _length_of_run(c)
     _optimizer(c)
@@ -143,10 +149,12 @@ def _optimizer(c: Conversion) -> None:
         inner = flat.outcomes.get(f"args.{key}")
         if inner is not None and key not in ("lr", "weight_decay"):
             c.record(f"optimizer.{key}", inner.kind, inner.text)
-    if "lr" in options:
-        c.put("actor.optim.lr", as_number(options["lr"]), "optimizer.lr")
-    decay = as_number(options.get("weight_decay", 0.01 if name.endswith("AdamW") else 0.0))
-    comment = "optimizer.weight_decay" if "weight_decay" in options else "the default of torch's class"
+    default = "the default of its class"
+    rate = 0.01 if name.endswith(("Adagrad", "RMSprop")) else 1e-3
+    comment = "optimizer.lr" if "lr" in options else default
+    c.put("actor.optim.lr", as_number(options.get("lr", rate)), "optimizer.lr", comment=comment)
+    decay = as_number(options.get("weight_decay", 0.01 if "AdamW" in name else 0.0))
+    comment = "optimizer.weight_decay" if "weight_decay" in options else default
     c.put("actor.optim.weight_decay", decay, "optimizer.weight_decay", comment=comment)
     if decay and "lora" not in str(c.get("model._component_")):
         groups = [{"pattern": ".", "weight_decay": decay}]
@@ -198,6 +206,8 @@ def _model(c: Conversion) -> None:
     if "vision" in builder:
         c.put("actor.model.model_type", "vision_language", "model._component_")
     c.not_needed("the model is built from its own configuration", "model._component_")
+    parts = [name for name in c.given if name.startswith("model.") and name not in _MODEL]
+    c.missing(f"the model is built from its own configuration; {_CHANGED}", *parts)
     if builder.startswith(("lora_", "qlora_", "dora_")):
         _lora(c, builder)
     kind = _dtype(c)

@@ -9,6 +9,7 @@ from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, ea
 from shardtune.config.foreign.values import as_number, clip, is_on, listed, number, whole_number
 
 HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
+LAST_ROWS = "the rows after the last whole step of an epoch are a smaller step; data.transform may drop rows"
 TRAINING_ARGUMENTS: Table = {
     "output_dir": By("runner.logger.log_path: FOLDER and runner.logger.experiment_name: NAME"),
     "run_name": By("runner.logger.experiment_name: NAME"),
@@ -59,6 +60,7 @@ TRAINING_ARGUMENTS: Table = {
     "full_determinism": To("runner.deterministic", is_on),
     "use_cpu": To("runner.device", lambda value: "cpu" if is_on(value) else "auto"),
     "dataloader_num_workers": NotNeeded("rows are encoded once, into a cache; data.num_workers builds it"),
+    "dataloader_drop_last": Missing(LAST_ROWS),
     "train_sampling_strategy": By("data.shuffle: false for the order of the files"),
     "group_by_length": NotNeeded("rows are packed, so their lengths need not be alike"),
     "ddp_timeout": To("runner.collective_timeout", whole_number("a number of seconds")),
@@ -104,7 +106,7 @@ TRAINING_ARGUMENTS: Table = {
     ),
     **each(
         "do_train do_eval do_predict predict_with_generate remove_unused_columns label_names ignore_data_skip "
-        "restore_callback_states_from_checkpoint enable_jit_checkpoint dataloader_drop_last hub_strategy "
+        "restore_callback_states_from_checkpoint enable_jit_checkpoint hub_strategy "
         "hub_always_push trackio_space_id trackio_bucket_id trackio_static_space_id",
         NotNeeded("it does not arise here"),
     ),

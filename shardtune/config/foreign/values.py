@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -92,8 +93,9 @@ def optimizer(value: object) -> Mapping[str, object]:
 
 
 def clip(value: object) -> object:
-    """The largest norm of the gradient; 0 means no clipping."""
-    return None if value is None or number(value) == 0 else as_number(value)
+    """The largest norm of the gradient; 0, or infinity, means no clipping."""
+    is_off = value is None or number(value) == 0 or str(value).lstrip("+.").lower() in ("inf", "infinity")
+    return None if is_off else as_number(value)
 
 
 def whole_number(remedy: str) -> Callable[[object], object]:
@@ -115,7 +117,12 @@ def names(value: object) -> object:
 
 
 def arguments(value: object) -> dict[str, object]:
-    """Arguments given as a mapping, or as text `a=1,b=2`."""
+    """Arguments given as a mapping, as the JSON text of one, or as text `a=1,b=2`."""
+    if isinstance(value, str) and value.strip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
     if isinstance(value, Mapping):
         return {str(name): as_number(item) for name, item in value.items()}
     pairs = [part.split("=", 1) for part in str(value or "").replace(" ", "").split(",") if "=" in part]

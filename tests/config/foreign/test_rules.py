@@ -275,3 +275,61 @@ def test_what_has_no_counterpart_has_a_remedy(of, trainer: str, given: dict[str,
     assert outcome.kind is Kind.MISSING
     assert len(outcome.text) > 15
     assert "does not load" not in found.report
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        ("cosine", {"num_cycles": 3}, "lr_scheduler_kwargs.num_cycles"),
+        ("cosine", '{"num_cycles": 3}', "lr_scheduler_kwargs"),
+        ("cosine_with_min_lr", {"min_lr": 1e-6, "num_cycles": 1.5}, "lr_scheduler_kwargs.num_cycles"),
+        ("linear", "num_cycles: 3", "lr_scheduler_kwargs"),
+    ],
+)
+def test_arguments_of_a_schedule_that_are_not_read_are_named(of, kind: str, options: object, name: str):
+    found = of("llama-factory", lr_scheduler_type=kind, lr_scheduler_kwargs=options)
+    assert found.conversion.outcomes[name].kind is Kind.MISSING
+
+
+def test_arguments_of_a_schedule_may_be_json_text(of):
+    found = of(
+        "trl", lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs='{"min_lr_rate": 0.1}', learning_rate=1e-4
+    )
+    assert value(found, "actor.optim.min_lr") == pytest.approx(1e-5)
+    found = of("trl", lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 0})
+    assert value(found, "actor.optim.min_lr") == "absent"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sizes"),
+    [
+        ("axolotl", {"micro_batch_size": 2, "tensor_parallel_size": 2, "context_parallel_size": 2}),
+        ("axolotl", {"micro_batch_size": 2, "sequence_parallel_degree": 4}),
+        ("torchtune", {"batch_size": 2, "tensor_parallel_dim": 4}),
+    ],
+)
+def test_processes_that_divide_a_model_have_the_same_rows(of, trainer: str, sizes: dict[str, int]):
+    assert value(of(trainer, 8, **sizes), "actor.global_batch_size") == 4
+
+
+@pytest.mark.parametrize("name", ["torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit", "torchao.optim.AdamW8bit"])
+def test_rate_and_decay_without_a_value_are_those_of_the_class(of, name: str):
+    found = of("torchtune", optimizer={"_component_": name}, model={"_component_": "m.lora_llama3_8b"})
+    assert value(found, "actor.optim.lr") == 1e-3
+    assert value(found, "actor.optim.weight_decay") in (0.01, "absent")  # ours too
+
+
+def test_what_changes_a_model_or_its_rows_is_named(of):
+    model = {"_component_": "torchtune.models.llama3.llama3", "attn_dropout": 0.1}
+    assert of("torchtune", model=model).conversion.outcomes["model.attn_dropout"].kind is Kind.MISSING
+    for trainer in ("trl", "axolotl", "llama-factory"):
+        outcomes = of(trainer, dataloader_drop_last=True).conversion.outcomes
+        assert outcomes["dataloader_drop_last"].kind is Kind.MISSING
+    assert value(of("llama-factory", use_swanlab=True), "runner.logger.logger_backends") == ["jsonl", "swanlab"]
+    assert value(of("trl", max_grad_norm=math.inf), "actor.optim.clip_grad") is None
+
+
+def test_the_scheduler_of_deepspeed_is_named(of):
+    found = of("trl", deepspeed={"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": {"type": "Lamb"}})
+    assert any("its scheduler (WarmupLR) replaces the one of TRL" in note for note in found.conversion.notes)
+    assert any("its optimizer (Lamb)" in note for note in found.conversion.notes)
