@@ -162,7 +162,10 @@ def _whole(dotted: str, previous: object, layer: Layer) -> str:
 def unknown_key(dotted: str, where: str, section: type[BaseModel], prefix: str, value: object = None) -> ConfigError:
     """The error for a key that the schema does not have at this place, with the value that it is given."""
     meant, foreign = nearest(dotted), hint(dotted, value)
-    if foreign is not None:
+    parts = dotted.removeprefix(prefix).split(".")
+    if len(parts) > 1 and meant is not None:
+        remedy = f"in a file a dot is written as a section: {': {'.join(parts)}: …{'}' * (len(parts) - 1)}"
+    elif foreign is not None:
         remedy = foreign
     elif meant is not None:
         remedy = f"did you mean {meant}?"

@@ -28,8 +28,25 @@ SHOW_KEYS = "a recipe starts like this: model: {model_path: …}; docs/configura
 HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
+BASE_SIXTY, BASE_EIGHT = re.compile("[-+]?[0-9][0-9_]*:"), re.compile("[-+]?0[0-7_]*[1-9]")
+
+
+class OtherBase(yaml.constructor.ConstructorError):
+    """A number of base 8 or 60, which few would read as YAML does."""
+
+
 class RecipeConstructor(yaml.constructor.SafeConstructor):
-    """Refuses duplicate keys, and keys that are no words; joins the two halves of an emoji that JSON escapes."""
+    """Refuses duplicate keys, keys that are no words, and numbers that YAML reads in base 8 or 60; joins the two halves
+    of an emoji that JSON escapes."""
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """A number. Raises `OtherBase` for `010`, which would be 8, and `1:30`, which would be 90."""
+        read = self.construct_yaml_int if node.tag.endswith(":int") else self.construct_yaml_float
+        value, text = read(node), str(node.value)
+        base = 60 if BASE_SIXTY.match(text) else 8 if isinstance(value, int) and BASE_EIGHT.match(text) else 0
+        if base:
+            raise OtherBase(None, None, f"YAML reads {text} as {value}, in base {base}", node.start_mark)
+        return value
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)
@@ -50,6 +67,10 @@ class RecipeConstructor(yaml.constructor.SafeConstructor):
                 )
             seen.add(name.value)
         return super().construct_mapping(node, deep)
+
+
+for _tag in ("int", "float"):
+    RecipeConstructor.add_constructor(f"tag:yaml.org,2002:{_tag}", RecipeConstructor.construct_number)
 
 
 class RecipeLoader(RecipeConstructor, yaml.SafeLoader):
@@ -208,9 +229,12 @@ def _broken(error: Exception, shown: str) -> ConfigError:
     problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
     if isinstance(error, RecursionError):
         problem = f"nested more than {MOST_LEVELS} levels deep"
+    where = f"{shown}:{mark.line + 1}, column {mark.column + 1}" if mark else shown
+    if isinstance(error, OtherBase):
+        return ConfigError(str(problem), where=where, remedy="write the number that is meant, or put it in quotes")
     return ConfigError(
         f"the recipe is not valid YAML: {problem}",
-        where=f"{shown}:{mark.line + 1}, column {mark.column + 1}" if mark else shown,
+        where=where,
         remedy="check indentation (spaces, no tabs), the space after a key's colon, and quotes",
     )
 
