@@ -377,18 +377,42 @@ def _require_answers(messages: list[dict[str, Any]], weights: list[float | None]
 
 
 def name_calls(messages: Sequence[dict[str, Any]]) -> None:
-    """Adds matching ids to calls and their results where the row has none; some templates require them."""
-    waiting: list[str] = []
+    """Adds matching ids to calls and their results where the row has none; some templates require them.
+
+    A result without an id answers the first call before it that no other result answers; those of earlier questions,
+    and of turns before the last results, wait no longer. A call without an id has that of a result that names none of
+    the others.
+    """
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     count = 0
     for message in messages:
+        made = message.get("tool_calls") or ()
         if message["role"] == "tool":
-            called = waiting.pop(0) if waiting else None
-            if called is not None:
-                message.setdefault("tool_call_id", called)
-            continue
-        for call in message.get("tool_calls") or ():
-            count += 1
-            waiting.append(call.setdefault("id", f"call{count:05d}"))
+            results.append(message)
+        elif (made and results) or message["role"] != "assistant":
+            count = _pair(calls, results, count)
+            calls, results = [], []
+        calls += made
+    _pair(calls, results, count)
+
+
+def _pair(calls: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]], count: int) -> int:
+    """Give ids to calls and to the results that follow them; returns how many calls there were so far."""
+    waiting = list(calls)
+    for result in results:
+        own = result.get("tool_call_id")
+        alike = [call for call in waiting if call.get("id") == own] or [call for call in waiting if "id" not in call]
+        if own is not None and alike:
+            called = alike[0]
+            called.setdefault("id", own)
+            waiting.remove(called)
+    for number, call in enumerate(calls, count + 1):
+        call.setdefault("id", f"call{number:05d}")
+    for result in results:
+        if waiting and result.get("tool_call_id") is None:
+            result["tool_call_id"] = waiting.pop(0)["id"]
+    return count + len(calls)
 
 
 def read_arguments(value: object) -> dict[str, Any]:

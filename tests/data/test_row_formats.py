@@ -161,6 +161,38 @@ def test_sharegpt_calls_and_observations():
     assert example.tools is None
 
 
+@pytest.mark.parametrize(
+    ("turns", "calls", "results"),
+    [
+        # a call that is never answered does not wait for the result of a later one
+        ([["a"], "?", ["b"], None], ["a", "b"], ["b"]),
+        ([[None], "?", [None], None], ["call00001", "call00002"], ["call00002"]),
+        ([["a", "b"], None, ["c"], None], ["a", "b", "c"], ["a", "c"]),
+        # results in another order: the one without an id answers the other call
+        ([["a", "b"], ("b",), None], ["a", "b"], ["b", "a"]),
+        # a call without an id has that of its result
+        ([[None], ("x",)], ["x"], ["x"]),
+        ([[None, "b"], ("b",), None], ["call00001", "b"], ["b", "call00001"]),
+        # calls in two turns after each other
+        ([["a"], ["b"], None, None], ["a", "b"], ["a", "b"]),
+    ],
+)
+def test_calls_and_results_without_ids_are_paired(turns, calls, results):
+    """Of each turn: a list is the calls of the assistant by their ids, text a question, the others are results."""
+    made = [user("Hi")]
+    for turn in turns:
+        if isinstance(turn, list):
+            made.append(assistant("", tool_calls=[{"name": "f", **({"id": own} if own else {})} for own in turn]))
+        elif isinstance(turn, str):
+            made.append(user(turn))
+        else:
+            made.append({"role": "tool", "content": "1", **({"tool_call_id": turn[0]} if turn else {})})
+    example = read_example({"messages": [*made, assistant("Done")]})
+    assert isinstance(example, Chat)
+    assert [call["id"] for message in example.messages for call in message.get("tool_calls", ())] == calls
+    assert [message["tool_call_id"] for message in example.messages if message["role"] == "tool"] == results
+
+
 def test_messages_as_json_text():
     assert read_example({"messages": json.dumps(ROWS["messages"]["messages"])}) == read_example(ROWS["messages"])
 

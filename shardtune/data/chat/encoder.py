@@ -28,7 +28,7 @@ from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 # Part of every cache key: raise it when the same row would be encoded differently.
-ENCODING_VERSION = 4
+ENCODING_VERSION = 5
 _ANSWER = MappingProxyType({"role": "assistant", "content": "?"})
 
 
@@ -206,7 +206,7 @@ class ChatEncoder:
             messages = [{key: m[key] for key in m if key not in self.ignored_keys} for m in chat.messages]
             arguments = {name: chat.arguments[name] for name in chat.arguments if name not in self.ignored_keys}
             chat = replace(chat, messages=tuple(messages), arguments=arguments)
-        self.template.check_keys(chat.messages)
+        self.template.check_keys(chat)
         self.template.check_arguments(chat.arguments)
         return self._with_system(chat)
 

@@ -83,6 +83,7 @@ class ChatTemplate:
         self._outlines: dict[Shape, Outline | None] = {}
         self._read: dict[str, bool] = {}
         self._prints: dict[str, bool] = {}
+        self._printed: set[tuple[str, str]] = set()
         self._dated: dict[object, str] = {}
         wrong = fault(self.arguments, self._variables, self._special) if self.arguments else None
         if wrong is not None:
@@ -154,14 +155,19 @@ class ChatTemplate:
             self._read[key] = re.search(rf"\.{name}\b|(['\"]){name}\1", self.text) is not None
         return self._read[key]
 
-    def check_keys(self, messages: Sequence[dict]) -> None:
+    def check_keys(self, chat: Chat) -> None:
         """Raises `RowError` for a key of a message that means nothing in a row, and that the template does not read."""
-        for number, message in enumerate(messages, 1):
+        for number, message in enumerate(chat.messages, 1):
             for key in unknown_keys(message):
                 if key in _KEYS_OF_PARTS or not self._reads(key):
                     raise RowError(
                         f"message {number}: {unknown_key(key, message_keys())} "
                         "(data.ignored_keys names keys to leave out)"
+                    )
+                if message[key] and not self._prints_key(chat, number - 1, key):
+                    raise RowError(
+                        f"message {number}: the key {key!r} changes nothing of what the chat template prints "
+                        f"(data.ignored_keys: [{key}] leaves it out)"
                     )
             if "name" in message and not self._prints_name(message["role"]):
                 raise RowError(
@@ -179,6 +185,26 @@ class ChatTemplate:
             except RowError:  # nothing is known; the row itself says what the template refuses
                 self._prints[role] = True
         return self._prints[role]
+
+    def _prints_key(self, chat: Chat, index: int, key: str) -> bool:
+        """Whether the rendering depends on a key of message `index`, as far as another value shows it. A template may
+        have the key of a call or a tool alone, not of a message."""
+        message = chat.messages[index]
+        place = (message["role"], key)
+        if place in self._printed:
+            return True
+        others = [{name: value for name, value in message.items() if name != key}]
+        others += [{**message, key: value} for value in (True, _MARK)]
+        try:
+            before, after = chat.messages[:index], chat.messages[index + 1 :]
+            texts = {
+                self.render([*before, one, *after], chat.tools, arguments=chat.arguments) for one in (message, *others)
+            }
+        except RowError:  # one of the values cannot be printed, so it is read; or the row itself is refused later
+            return True
+        if len(texts) > 1:
+            self._printed.add(place)
+        return len(texts) > 1
 
     def check_arguments(self, arguments: Arguments) -> None:
         """Raises `RowError` for an argument of a row that the template does not read."""

@@ -249,6 +249,27 @@ class TestKeys:
         with pytest.raises(RowError, match=match):
             encode(encoder, [turn("user", "Hi"), turn("assistant", "Hello!", **more)])
 
+    def test_read_of_calls_alone(self, make_tokenizer: Any) -> None:
+        tokenizer = make_tokenizer(eos_token="<|im_end|>")
+        text = load_template("chatml", tokenizer)
+        encoder = ChatEncoder(tokenizer, text)  # which has call.function, and call.function.arguments
+        for key in ("function", "arguments"):
+            messages = [turn("user", "Hi"), turn("assistant", "Hello!", **{key: "lost"})]
+            with pytest.raises(
+                RowError, match=rf"message 2: the key '{key}' changes nothing .*ignored_keys: \[{key}\]"
+            ):
+                encode(encoder, messages)
+        assert text is not None
+        planning = text.replace(
+            "{{- message.content }}", "{{- message.content }}{% if message.tool_calls %}{{ message.plan }}{% endif %}"
+        )
+        encoder = ChatEncoder(tokenizer, planning)
+        with pytest.raises(RowError, match="the key 'plan' changes nothing"):
+            encode(encoder, [turn("user", "Hi"), turn("assistant", "Hello!", plan="lost")])
+        called = turn("assistant", "", plan="First.", tool_calls=[{"name": "f", "arguments": {}}])
+        sample = encode(encoder, [turn("user", "Hi"), called])
+        assert "First." in tokenizer.decode(sample.input_ids)
+
     def test_ignored_or_read(self, make_tokenizer: Any) -> None:
         tokenizer = make_tokenizer(eos_token="<|im_end|>")
         text = load_template("chatml", tokenizer)
