@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardtune.config.foreign.sharding import FSDP_CONFIG
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.training_arguments import LAST_ROWS
+from shardtune.config.foreign.training_arguments import LAST_ROWS, SPLIT_BATCHES
 from shardtune.config.foreign.values import as_number, clip, is_on, whole, whole_number
 
 HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
@@ -151,6 +151,7 @@ TABLE: Table = {
     "wandb_run_id": Missing("WANDB_RUN_ID in the environment"),
     "seed": To("runner.seed"),
     "dataloader_drop_last": Missing(LAST_ROWS),
+    "accelerator_config.split_batches": Missing(SPLIT_BATCHES),
     "resume_from_checkpoint": Missing(
         "the same command continues a run of shardtune; checkpoints of others are not read"
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from shardtune.config.foreign import halos, trl
+from shardtune.config.foreign import halos, llama_factory, trl
 from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.conversion import Conversion, Kind, Outcome
 from shardtune.config.foreign.launch import Launch, Started, apply, precision_of, started
@@ -88,6 +88,8 @@ def convert(
         variable = f"{name} (environment)"
         c.outcomes[variable] = Outcome(variable, value, Kind.MISSING, "set it in front of shardtune train, too")
     model_type(c)
+    if known.name == llama_factory.NAME:
+        llama_factory.frozen_parts(c)
     if word != HALOS:
         _ranks(c, None if world_size is not None else found)
     _check(c)

@@ -10,6 +10,7 @@ from shardtune.config.foreign.values import as_number, clip, is_on, listed, numb
 
 HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
 LAST_ROWS = "the rows after the last whole step of an epoch are a smaller step; data.transform may drop rows"
+SPLIT_BATCHES = "actor.global_batch_size: the processes share a batch, so it is not times their number"
 TRAINING_ARGUMENTS: Table = {
     "output_dir": By("runner.logger.log_path: FOLDER and runner.logger.experiment_name: NAME"),
     "run_name": By("runner.logger.experiment_name: NAME"),
@@ -61,6 +62,7 @@ TRAINING_ARGUMENTS: Table = {
     "use_cpu": To("runner.device", lambda value: "cpu" if is_on(value) else "auto"),
     "dataloader_num_workers": NotNeeded("rows are encoded once, into a cache; data.num_workers builds it"),
     "dataloader_drop_last": Missing(LAST_ROWS),
+    "accelerator_config.split_batches": Missing(SPLIT_BATCHES),
     "train_sampling_strategy": By("data.shuffle: false for the order of the files"),
     "group_by_length": NotNeeded("rows are packed, so their lengths need not be alike"),
     "ddp_timeout": To("runner.collective_timeout", whole_number("a number of seconds")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,32 @@ def test_what_changes_a_model_or_its_rows_is_named(of):
         assert outcomes["dataloader_drop_last"].kind is Kind.MISSING
     assert value(of("llama-factory", use_swanlab=True), "runner.logger.logger_backends") == ["jsonl", "swanlab"]
     assert value(of("trl", max_grad_norm=math.inf), "actor.optim.clip_grad") is None
+
+
+def test_the_parts_that_llama_factory_freezes_are_frozen(of, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"architectures": ["QwenVL"], "vision_config": {}}))
+    full = {"model_name_or_path": "model", "finetuning_type": "full"}
+    assert value(of("llama-factory", **full), "actor.model.freeze") == ["vision_tower", "projector"]
+    found = of("llama-factory", **full, freeze_vision_tower=False, freeze_language_model=True)
+    assert value(found, "actor.model.freeze") == ["projector", "language_model"]
+    assert found.conversion.outcomes["freeze_vision_tower"].text == "the part is trained, as it is here"
+    pattern = value(of("llama-factory", model_name_or_path="model"), "actor.model.lora.exclude_modules")
+    left_out = {
+        "model.visual.blocks.0.attn.qkv": True,
+        "visual.merger.mlp.0": True,
+        "model.multi_modal_projector.linear_1": True,
+        "model.language_model.layers.0.self_attn.q_proj": False,
+    }
+    assert {name: re.fullmatch(str(pattern), name) is not None for name in left_out} == left_out
+    found = of("llama-factory", model_name_or_path="org/else")
+    assert any("freezes vision tower and projector unless" in note for note in found.conversion.notes)
+
+
+def test_processes_that_share_a_batch_are_named(of):
+    outcomes = of("trl", accelerator_config={"split_batches": True, "even_batches": True}).conversion.outcomes
+    assert outcomes["accelerator_config.split_batches"].kind is Kind.MISSING
+    assert outcomes["accelerator_config.even_batches"].kind is Kind.NOT_NEEDED
 
 
 def test_the_scheduler_of_deepspeed_is_named(of):
