@@ -169,7 +169,7 @@ class ChatEncoder:
         return f"{template.with_thoughts(rendering, written).prompt}{opening}"
 
     def text_prompt(self, text: str) -> Prompt:
-        """A text to continue, with the begin token of rows of plain text."""
+        """A text to continue, with the tokens that begin rows of plain text."""
         return Prompt(self._opened(self._tokens(text)[0]))
 
     @property
@@ -193,7 +193,7 @@ class ChatEncoder:
         serialised = self.tokenizer.backend_tokenizer.to_str()
         # Padding and truncation come first; they are call-time state and do not reach these rows.
         serialised = serialised[serialised.index('"added_tokens"') :]
-        settings = json.dumps([self.tokenizer.special_tokens_map, self._bos is not None], sort_keys=True, default=str)
+        settings = json.dumps([self.tokenizer.special_tokens_map, self._prefix.tolist()], sort_keys=True, default=str)
         return hashlib.blake2b((serialised + settings).encode(), digest_size=20).hexdigest()
 
     # -- conversations ---------------------------------------------------------------------------------------------
@@ -359,11 +359,12 @@ class ChatEncoder:
     # -- text ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _bos(self) -> int | None:
-        """The token that this tokenizer puts before a text by itself, None where it puts none."""
-        bos = self.tokenizer.bos_token_id
-        first = self.tokenizer("a")["input_ids"][0]
-        return bos if isinstance(bos, int) and first == bos else None
+    def _prefix(self) -> np.ndarray:
+        """int32 [tokens]: what this tokenizer puts before a text by itself, mostly a begin token or nothing."""
+        whole, bare = (self.tokenizer("a", add_special_tokens=added)["input_ids"] for added in (True, False))
+        places = range(len(whole) - len(bare) + 1)
+        first = next((place for place in places if whole[place : place + len(bare)] == bare), 0)
+        return np.array(whole[:first], np.int32)
 
     def _encode_text(self, example: Completion | Text) -> Sample:
         prompt, text = ("", example.text) if isinstance(example, Text) else (example.prompt, example.completion)
@@ -378,20 +379,20 @@ class ChatEncoder:
         return Sample(ids, weights, self._opened(before), text, prompt)
 
     def _closed(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens between the begin token, where the tokenizer has one, and the end token, which is a target."""
+        """The tokens between those that the tokenizer begins a text with, and the end token, which is a target."""
         eos = self.tokenizer.eos_token_id
         if not isinstance(eos, int):
             raise no_end_token()
         opened = self._opened(ids)
-        trained = np.concatenate([np.zeros(len(opened) - len(ids), bool), trained])
+        trained = np.concatenate([np.full(len(opened) - len(ids), self.train_on == "all"), trained])
         if len(opened) and opened[-1] == eos:
             return opened, trained
         return np.append(opened, np.int32(eos)), np.append(trained, True)
 
     def _opened(self, ids: np.ndarray) -> np.ndarray:
-        if self._bos is None or (len(ids) and ids[0] == self._bos):
+        if np.array_equal(ids[: len(self._prefix)], self._prefix):
             return ids
-        return np.insert(ids, 0, np.int32(self._bos))
+        return np.concatenate([self._prefix, ids])
 
     def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """int32 [tokens] each: ids, first character, end (one past the last). No special token is added."""

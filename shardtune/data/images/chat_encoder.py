@@ -258,9 +258,9 @@ class ImageChatEncoder(ChatEncoder):
         moved = [(start + len(before.text), end + len(before.text)) for start, end in after.images]
         whole = Expanded(before.text + after.text, (*before.images, *moved))
         ids = self._tokens(whole.text)[0]
-        opened = len(self._opened(ids)) > len(ids)  # a begin token precedes the text
+        opened = len(self._opened(ids)) - len(ids)  # the tokens that precede the text
         weights = sample.loss_weights.copy()
-        spans = self._leave_out_images(whole, weights[1:] if opened else weights)
+        spans = self._leave_out_images(whole, weights[opened:])
         if sample.prompt_ids is not None and isinstance(example, Completion):
             sample = replace(sample, question=example.prompt.replace(IMAGE_MARK, SHOWN_IMAGE))
         return replace(sample, loss_weights=weights), count, spans + opened

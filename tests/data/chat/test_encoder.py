@@ -433,6 +433,20 @@ class TestText:
         chosen = encoder.encode({"prompt": "Hi", "completion": " there"})
         assert tokenizer.decode(chosen.prompt_ids) == "<s>Hi"
 
+    def test_what_the_tokenizer_begins_a_text_with_need_not_be_its_begin_token(self, backend, trained):
+        opened = copy.deepcopy(backend)
+        tokens = [(token, opened.token_to_id(token)) for token in ("<|user|>", "<s>")]
+        opened.post_processor = processors.TemplateProcessing(single="<|user|> <s> $A", special_tokens=tokens)
+        for special in ({}, {"bos_token": "<|user|>"}):  # GLM has [gMASK] and <sop>, and no begin token
+            tokenizer = _fast(opened, eos_token="</s>", **special)
+            encoder = ChatEncoder(tokenizer, None, with_prompts=True)
+            sample = encoder.encode({"text": "Hello!"})
+            assert sample.input_ids.tolist() == [*tokenizer("Hello!")["input_ids"], tokenizer.eos_token_id]
+            assert trained(tokenizer, sample) == ["Hello!</s>"]
+            assert encoder.text_prompt("Hi").input_ids.tolist() == tokenizer("Hi")["input_ids"]
+            everything = ChatEncoder(tokenizer, None, train_on="all").encode({"text": "Hello!"})
+            assert everything.loss_weights.tolist() == [0.0] + [1.0] * (sample.length - 1)
+
     def test_all(self, make_tokenizer, trained):
         tokenizer = make_tokenizer(eos_token="</s>")
         sample = ChatEncoder(tokenizer, None, train_on="all").encode({"prompt": "Hi there", "completion": "Hello!"})
