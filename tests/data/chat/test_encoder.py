@@ -443,7 +443,7 @@ class TestText:
             sample = encoder.encode({"text": "Hello!"})
             assert sample.input_ids.tolist() == [*tokenizer("Hello!")["input_ids"], tokenizer.eos_token_id]
             assert trained(tokenizer, sample) == ["Hello!</s>"]
-            assert encoder.text_prompt("Hi").input_ids.tolist() == tokenizer("Hi")["input_ids"]
+            assert encoder.text_prompt("Hi").tokens.tolist() == tokenizer("Hi")["input_ids"]
             everything = ChatEncoder(tokenizer, None, train_on="all").encode({"text": "Hello!"})
             assert everything.loss_weights.tolist() == [0.0] + [1.0] * (sample.length - 1)
 
