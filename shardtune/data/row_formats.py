@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from shardtune.data.encoder import Row, RowError
 from shardtune.data.messages import REASONING_KEYS, excerpt, loss_weight_of, numbered, parsed, read_turns, role_of
 from shardtune.data.row_shapes import advice
 from shardtune.data.token_rows import TOKEN_COLUMNS, Tokens, read_tokens
+from shardtune.errors import DataError
 
 ARGUMENTS = "chat_template_kwargs"
 """The column of a row's own values for the chat template."""
@@ -154,6 +156,19 @@ def unread_keys(row: Row, name: str | None = None) -> list[str]:
     is_text = known.name == "prompt_completion" and isinstance(row.get("prompt"), str)
     read = {*known.keys, *MEDIA_KEYS, *(() if is_text else known.reads)}
     return [str(key) for key in row if key not in read]
+
+
+def check_columns(columns: Mapping[str, str]) -> None:
+    """Raises `DataError` for a name in `data.columns` that no format reads, so that its column would be in no row."""
+    known = sorted({key for known in FORMATS for key in (*known.keys, *known.reads)} | set(MEDIA_KEYS))
+    for name, column in columns.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise DataError(
+                f"the column {column!r} is to be read as {name!r}, which no format of rows has",
+                where="data.columns",
+                remedy=f"did you mean {near[0]}?" if near else f"the names are {', '.join(known)}",
+            )
 
 
 def in_format(row: Row, name: str) -> Row:

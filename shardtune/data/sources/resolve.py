@@ -35,6 +35,7 @@ from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, rea
 from shardtune.data.row_formats import (
     FORMATS_BY_NAME,
     ChatTitle,
+    check_columns,
     in_format,
     read_example,
     recognise,
@@ -202,6 +203,8 @@ def resolve_sources(
         title, row = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
         is_text = frames is None and (name_format is None or isinstance(name_format, ChatTitle))
         sources.append(replace(source, title=title, is_text=is_text))
+        if is_text:
+            check_columns(source.columns)
         keys = unread_keys(row, source.format) if is_text else _unread_columns(source)
         number = f"{len(files)} file{'s' if len(files) > 1 else ''}"
         report(f"data: {name}: {title}, {number} ({files[0].label}){_not_read(keys)}")

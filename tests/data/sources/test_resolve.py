@@ -441,6 +441,10 @@ class TestColumnsAndTransform:
         assert entry.columns == {"question": "problem", "answer": "problem"}
         data.columns = {}
         (entry,) = resolve({"path": str(path), "columns": {"text": "problem"}})
+        with pytest.raises(
+            DataError, match=r"the column 'problem' is to be read as 'quetion'(.|\n)*did you mean question"
+        ):
+            resolve({"path": str(path), "columns": {"text": "solution", "quetion": "problem"}})
         assert entry.title == "plain text"
 
     def test_format_of_an_entry(self, tmp_path, resolve):
