@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import SupportsFloat
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from shardtune.config.shown import as_written
 from shardtune.data.encoder import RowError, caused_by
@@ -46,6 +46,7 @@ MOST_PIXELS = 64_000_000
 """The most pixels of an image; decoded, they take 192 MB."""
 _PLAIN_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _DRAFT = (64, 64)
+_LARGEST = 255
 _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)
 # The first characters of base64 text of an image: BMP, GIF, JPEG, PNG, RIFF (WebP), TIFF of both byte orders.
@@ -245,7 +246,8 @@ def _stored(value: object, folder: Path, hosts: Sequence[str]) -> tuple[ImageKin
 
 # Beside the image itself: its name, and what data sets note of it.
 _NOTES = ("type", "path", "name", "filename", "file_name", "format", "mode", "size", "width", "height", "id")
-_OF_REFERENCES = ("bytes", "path", "url", "image", "base64", "video", "seconds")
+_SOURCES = ("bytes", "path", "url", "image", "base64", "video")
+_OF_REFERENCES = (*_SOURCES, "seconds")
 
 
 def _check_keys(value: Mapping[str, object]) -> None:
@@ -259,9 +261,21 @@ def _check_keys(value: Mapping[str, object]) -> None:
             )
 
 
+def _check_sources(value: Mapping[str, object]) -> None:
+    """Refuse a second image; beside the image itself a path is its name."""
+    given = [
+        key for key in _SOURCES if value.get(key) is not None and not (isinstance(value[key], str) and not value[key])
+    ]
+    if len(given) == 2 and "path" in given and {"bytes", "base64"} & {*given}:
+        return
+    if len(given) > 1:
+        raise RowError(f"an image has {given[0]} and {given[1]}; data.transform leaves one out")
+
+
 def _of_mapping(value: Mapping[str, object], folder: Path, hosts: Sequence[str]) -> tuple[ImageKind, bytes]:
     if any(value.get(key) is not None for key in _OF_REFERENCES):
         _check_keys(value)
+        _check_sources(value)
     if value.get("video") is not None:
         file = str((folder / str(value["video"])).absolute())
         seconds = value.get("seconds", 0.0)
@@ -376,6 +390,18 @@ def _check_kind(image: Image.Image) -> None:
         kinds = {"CMYK": "in CMYK", "F": "of floating numbers", "LAB": "in Lab"}
         what = kinds.get(image.mode, f"16-bit ({image.mode})" if image.mode.startswith("I") else f"in {image.mode}")
         raise RowError(f"it is {what}, which has no exact RGB form of 8 bits; convert it")
+    if _is_deep(image):  # Pillow opens coloured ones as RGB, and leaves out half of the bits
+        raise RowError(f"it is 16-bit (a {image.format} file), which has no exact RGB form of 8 bits; convert it")
+
+
+def _is_deep(image: Image.Image) -> bool:
+    """Whether the file of an image whose pixels are not read yet has more than 8 bits for a colour."""
+    if not isinstance(image, ImageFile.ImageFile):
+        return False
+    given = [part.args if isinstance(part.args, tuple) else (part.args,) for part in image.tile]
+    if image.format == "PPM":  # (mode, largest value)
+        return any(isinstance(value, int) and value > _LARGEST for args in given for value in args[1:2])
+    return any(isinstance(args[0], str) and ";16" in args[0] and "BGR" not in args[0] for args in given if args)
 
 
 def _pixels(encoded: bytes, *, check: bool = False) -> Image.Image:

@@ -254,7 +254,10 @@ class ImageText(AppliedImages):
         if not self.side_by_side and not all(pieces[1:-1]):
             raise RowError(f"two images follow each other, which {kind} writes in another way")
         by_row = self._by_row and len(sizes) > 1
-        images = self._replacements(sizes) if by_row else [self.stands_for(size) for size in sizes]
+        try:
+            images = self._replacements(sizes) if by_row else [self.stands_for(size) for size in sizes]
+        except ModelError as error:  # of a size that the processor does not take; it took others when it was loaded
+            raise RowError(error.what) from error
         for image, piece in zip(images, pieces[1:], strict=True):
             if self.spaces_words and piece[:1].strip(" \t\n\r<"):
                 image += " "

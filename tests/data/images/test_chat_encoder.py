@@ -496,6 +496,7 @@ PLAIN = [turn("user", "What?"), turn("assistant", "A cat.")]
         ({"messages": QUESTION, "images": ["grey.png"]}, r"the image grey.png does not exist \(looked for /"),
         ({"messages": QUESTION, "images": [3]}, "an image is int"),
         ({"messages": QUESTION, "images": [{"file": "red.png"}]}, r"none of bytes.*its keys: file"),
+        ({"messages": QUESTION, "images": [{"path": "red.png", "url": "blue.png"}]}, "an image has path and url"),
         ({"messages": QUESTION, "images": [{"path": "red.png", "max_pixels": 784}]}, "an image has 'max_pixels' .784"),
         (asked({"type": "image", "image": "red.png", "max_pixels": 784}), "type 'image' has max_pixels"),
         (asked({"type": "image", "image": "red.png", "path": "blue.png"}), "type 'image' has path"),

@@ -194,15 +194,27 @@ def test_a_transparent_palette_is_read_without_a_warning(place: Path) -> None:
 # -- bad ones ------------------------------------------------------------------------------------------------------
 
 
-def large_png(width: int, height: int) -> bytes:
-    """A whole PNG of one bit per pixel."""
+def deep(form: str) -> bytes:
+    """A coloured image of 4 x 4 pixels with 16 bits for a colour, which Pillow opens as one of 8."""
+    if form == "PPM":
+        return b"P6 4 4 65535\n" + bytes(range(96))
+    return png(4, 4, depth=16, colours=2, line=24)
+
+
+def png(width: int, height: int, *, depth: int, colours: int, line: int) -> bytes:
+    """A whole PNG; `colours` as its head has it, `line` is the bytes of a line of pixels."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
-    rows = zlib.compress(bytes(height * (1 + width // 8)), 1)
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    rows = zlib.compress(bytes(height * (1 + line)), 1)
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def large_png(width: int, height: int) -> bytes:
+    """A whole PNG of one bit per pixel."""
+    return png(width, height, depth=1, colours=0, line=width // 8)
 
 
 LARGE = Image.effect_noise((200, 200), 50).convert("RGB")
@@ -217,6 +229,8 @@ BAD = {
     "words.png": (b"hello, this is text", "not an image that Pillow can read"),
     "cmyk.jpg": (encoded(Image.new("CMYK", (4, 4)), "JPEG"), "it is in CMYK"),
     "deep.png": (encoded(Image.fromarray(np.full((4, 4), 4000, np.uint16))), "it is 16-bit"),
+    "deep_colours.png": (deep("PNG"), "it is 16-bit"),
+    "deep_colours.ppm": (deep("PPM"), "it is 16-bit"),
     "float.tiff": (encoded(Image.new("F", (4, 4)), "TIFF"), "of floating numbers"),
     "moving.gif": (GIF, r"it is animated \(2 frames\)"),
     "moving.webp": (WEBP, r"it is animated \(2 frames\)"),

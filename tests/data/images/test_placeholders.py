@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from transformers.image_processing_backends import PilBackend
 
+from shardtune.data.encoder import RowError
 from shardtune.models.vision.processors import image_text
 from tests.support.vision import FAMILIES
 
@@ -48,3 +49,9 @@ def test_a_processor_that_disagrees_with_its_image_processor_is_asked_itself() -
     image = Image.effect_noise((40, 40), 90.0).convert("RGB")
     own = processor(images=[[image]], text=[processor.image_token], return_tensors="pt")["pixel_values"]
     assert torch.equal(image_text(processor).pixels([image])["pixel_values"], own)
+
+
+def test_a_size_that_a_processor_does_not_take_is_a_bad_row() -> None:
+    images = image_text(FAMILIES["qwen2_5_vl"]()[1])
+    with pytest.raises(RowError, match=r"refuses images of 3 x 900: absolute aspect ratio must be smaller than 200"):
+        images.expand(images.image_token, [(3, 900)])
