@@ -17,7 +17,7 @@ from shardtune.config import ActorConfig, LoraConfig, ModelConfig, Recipe
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import attach_adapter, base_tensors, is_adapted, keep_in_nf4
-from shardtune.models.lora.config import CONFIG_FILE, SECTION, is_frozen, is_inside
+from shardtune.models.lora.config import ALL_LINEAR, CONFIG_FILE, SECTION, ends, is_frozen, is_inside
 from shardtune.models.lora.init import changes_base, initialise_adapter
 from shardtune.models.new_tokens import KEY, grow_embeddings, token_ids
 from shardtune.parallel.buffers import statistical_norms
@@ -96,6 +96,32 @@ def adapt(
             )
         notes.append(keep_in_nf4(model, COMPUTE_DTYPE[config.precision]))
     return notes
+
+
+def check_frozen(model: nn.Module, config: ModelConfig) -> None:
+    """Refuse a module that the recipe names for the adapter, or to be trained in full, and freezes as a whole.
+
+    Args:
+        model: adapted, and frozen where the recipe says so.
+        config: of the recipe.
+
+    Raises:
+        ConfigError: nothing of such a module is trained.
+    """
+    if not config.is_lora or not config.freeze:
+        return
+    targets = config.lora.target_modules
+    named = [] if targets == ALL_LINEAR else [targets] if isinstance(targets, str) else targets
+    for key, endings in (("target_modules", named), ("modules_to_save", config.lora.modules_to_save)):
+        for ending in endings:
+            parts = [module for name, module in model.named_modules() if ends(name, ending)]
+            parameters = [parameter for part in parts for parameter in part.parameters()]
+            if parameters and not any(parameter.requires_grad for parameter in parameters):
+                raise ConfigError(
+                    f"{SECTION}.{key} names {ending}, and actor.model.freeze freezes all of it",
+                    where=f"{SECTION}.{key}, actor.model.freeze",
+                    remedy="leave it out of one of them",
+                )
 
 
 def _with_parts(lora: LoraConfig, new_parts: Sequence[str]) -> LoraConfig:

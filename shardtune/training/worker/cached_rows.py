@@ -54,7 +54,7 @@ from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks, num_ranks
 from shardtune.parallel.unfit_parameters import check_joined, check_saved, check_trained
 from shardtune.training.bad_rows import BadPart
-from shardtune.training.build.lora import adapt, check_stored
+from shardtune.training.build.lora import adapt, check_frozen, check_stored
 from shardtune.training.build.model import build_empty, check_read_values, freeze, may_lack
 from shardtune.training.ranks_in_turn import MakersInTurn, in_turn, ranks_of
 from shardtune.training.run_summary import RunSummary
@@ -489,6 +489,7 @@ class CachedRowsTask(Task):
         new = partial(self.new_weights, model)
         adapt(model, recipe, self.text.tokenizer, self.initial_weights, self.new_parts, new)
         freeze(model, config.freeze)
+        check_frozen(model, config)
         check_saved(model)
         check_trained(model, config.precision, on_ranks=layout.num_ranks > 1)
         if layout.flat and layout.num_ranks > 1:

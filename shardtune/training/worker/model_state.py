@@ -48,6 +48,7 @@ from shardtune.training.build.initial_weights import directory_of, seeded
 from shardtune.training.build.lora import (
     adapt,
     begin_adapter,
+    check_frozen,
     from_elsewhere,
     frozen_dtype,
     is_adapter,
@@ -177,6 +178,7 @@ class ModelState:
         parts = self._source.new_parts
         self.notes += adapt(self.inner, self._recipe, self._tokenizer, self._source.initial_weights, parts, self._new)
         freeze(self.inner, actor.model.freeze)
+        check_frozen(self.inner, actor.model)
         if training:
             check_saved(self.inner)
             check_trained(self.inner, actor.model.precision, on_ranks=self._ranks.world_size > 1)

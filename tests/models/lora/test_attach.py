@@ -31,7 +31,8 @@ from shardtune.models.lora.init import initialise_adapter, merged
 from shardtune.models.lora.nf4 import NF4Linear, decode, encode
 from shardtune.parallel.fsdp2 import shard
 from shardtune.parallel.meta_init import fill, init_empty_weights, materialise
-from shardtune.training.build.lora import adapt
+from shardtune.training.build.lora import adapt, check_frozen
+from shardtune.training.build.model import freeze
 from tests.support.adapted import adapted, all_ids, group, loss, train, whole
 from tests.support.dist.ranks import run_ranks
 from tests.support.tiny_checkpoint import config as tiny_config
@@ -499,6 +500,31 @@ def test_a_new_head_is_trained_in_full_with_a_word(tmp_path: Path) -> None:
         assert any("classifier begins with random weights" in note for note in notes) == trains
         assert adapter_config(model).modules_to_save == (["classifier"] if trains else None)
         assert not model.bert.pooler.dense.base_layer.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("lora", "patterns", "named"),
+    [
+        ({"modules_to_save": ["classifier"]}, ["classifier"], "modules_to_save names classifier"),
+        ({"target_modules": ["query", "pooler.dense"]}, ["pooler"], "target_modules names pooler.dense"),
+        ({"target_modules": ["query"]}, ["lora_A"], None),
+        ({"target_modules": ["dense"]}, ["pooler"], None),
+        ({}, ["pooler"], None),
+    ],
+)
+def test_what_is_named_and_frozen_is_refused(lora: dict[str, Any], patterns: list[str], named: str | None) -> None:
+    config = BertConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    values = {"actor": {"model": {"model_path": "base", "is_lora": True, "lora": lora, "freeze": patterns}}}
+    recipe = load_recipe(values, in_memory=["data.train_data_paths"], files_must_exist=False)
+    with init_empty_weights():
+        model = BertForSequenceClassification(config)
+    adapt(model, recipe, None, lambda: None)
+    freeze(model, patterns)
+    if named is None:
+        check_frozen(model, recipe.actor.model)
+        return
+    with pytest.raises(ConfigError, match=f"{named}, and actor.model.freeze freezes all of it"):
+        check_frozen(model, recipe.actor.model)
 
 
 def test_a_new_head_that_is_adapted_is_left_to_that() -> None:
