@@ -83,10 +83,14 @@ def tensors_of_model(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def tensors_in_files(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors in a directory's safetensors files."""
-    return {
-        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
+    """All tensors in a directory's files of weights; other safetensors (a policy's statistics) are none of them."""
+    index = directory / "model.safetensors.index.json"
+    weights = [directory / name for name in ("adapter_model.safetensors", "model.safetensors")]
+    if index.is_file():
+        files = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = [file for file in weights if file.is_file()][:1] or sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, str]]:

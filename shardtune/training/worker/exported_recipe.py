@@ -7,7 +7,7 @@ from typing import Any
 
 from shardtune.checkpoint.atomic import read_json
 from shardtune.config import ActorConfig, Recipe, load_recipe
-from shardtune.config.model_names import BUILT_IN, TASKS
+from shardtune.config.model_names import BUILT_IN, POLICIES, TASKS
 from shardtune.config.values import WORKERS
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
 from shardtune.models.action.tokens import STATISTICS_FILE
@@ -15,6 +15,8 @@ from shardtune.models.tasks.task import TASK_FILE
 from shardtune.training.build.lora import is_adapter
 
 ACTS = "vision_language_action"
+FEATURES = ("input_features", "output_features")
+"""What the config.json of a ready policy has of its training rows."""
 
 
 def over_directory(recipe: Recipe, directory: Path) -> Recipe:
@@ -40,11 +42,15 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     if is_adapter(directory):
         # The adapter's own settings apply, so none are given here; the base model stays.
         model["lora"] = {"load_from": str(directory), "base_dtype": model["lora"]["base_dtype"]}
+        if model["model_type"] in POLICIES:  # its training rows, which have the sizes, need not be there
+            stored = read_json(directory / "config.json")
+            model["options"] |= {name: stored[name] for name in FEATURES if name in stored}
         if has_tokenizer and not users_code:
             tokenizer["tokenizer_model"] = str(directory)
             values["data"]["chat_template"] = None
     elif (directory / "config.json").is_file():
         model |= {"model_path": str(directory), "from_scratch": False, "config_overrides": {}, "is_lora": False}
+        model["lora"] = {}  # it is merged
         if has_tokenizer:
             tokenizer["tokenizer_model"] = tokenizer["tokenizer_model"] and str(directory)
             values["data"]["chat_template"] = values["data"]["chat_template"] if users_code else None

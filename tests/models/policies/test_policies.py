@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,27 @@ def test_what_is_saved_acts_without_the_data(folder: Path, kind: str, tmp_path: 
         for _ in range(2):
             policy.reset()
             np.testing.assert_allclose([policy.select_action(one) for one in given], expected, atol=1e-5)
+
+
+@pytest.mark.lengthy
+def test_an_adapter_is_exported_merged_and_acts_alone(folder: Path, tmp_path: Path) -> None:
+    """The statistics in files of their own are no weights; sizes are those of the directory, not of training rows."""
+    model = recipe(folder, "act", "lora", is_lora=True, lora={"r": 2})
+    run = shardtune.train({**model, "runner": {**model["runner"], "max_steps": 1}})
+    told: list[str] = []
+    merged = run.export(tmp_path / "merged", merge=True, report=told.append)
+    assert re.search(r"read afresh, has the same \d+ tensors, bit by bit", told[0])
+    (seen,) = observations(1, 1)
+    chunk = run.policy().predict_action_chunk({key: seen[key] for key in ("images", "state")})
+    shutil.copytree(run.dir / "final", tmp_path / "copy")
+    (folder / "light").rename(folder / "elsewhere")
+    try:
+        for directory, exact in ((tmp_path / "copy", 0.0), (merged, 1e-5)):
+            policy = shardtune.load_policy(directory)
+            found = policy.predict_action_chunk({key: seen[key] for key in ("images", "state")})
+            np.testing.assert_allclose(found, chunk, rtol=0, atol=exact)
+    finally:
+        (folder / "elsewhere").rename(folder / "light")
 
 
 def test_statistics_among_the_weights(folder: Path, tmp_path: Path) -> None:
