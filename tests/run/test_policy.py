@@ -222,10 +222,12 @@ def test_a_low_rank_adapter_acts_without_its_data(folder: Path, tmp_path: Path) 
     lora = {"is_lora": True, "lora": {"r": 2}, "action_chunks_len": 2}
     run = shardtune.train(recipe(folder, "lora", {**model, **lora}))
     chunk = run.policy().predict_action_chunk(SEEN)
+    merged = run.export(tmp_path / "merged", merge=True, check=False)
     copy = moved(run, tmp_path / "copy")
     (folder / "light").rename(folder / "elsewhere")
     try:
-        assert np.array_equal(shardtune.load_policy(copy).predict_action_chunk(SEEN), chunk)
+        for directory in (copy, merged):
+            assert np.array_equal(shardtune.load_policy(directory).predict_action_chunk(SEEN), chunk)
     finally:
         (folder / "elsewhere").rename(folder / "light")
 
