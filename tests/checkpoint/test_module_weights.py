@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from shardtune.parallel.meta_init import materialise, named_tensors
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
 from shardtune.training.build.model import build_empty, load_initial_weights
+from shardtune.verify.claims import plain_reader
 from tests.parallel.test_fsdp2 import group
 from tests.support import tiny_checkpoint as tiny
 from tests.support.dist.ranks import run_ranks
@@ -259,3 +262,16 @@ def test_a_directory_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="the exported model cannot be loaded"):
         check_reload(made("tied"), tmp_path)
+
+
+@pytest.mark.parametrize("read", [export_check_process.tensors_in_files, plain_reader.tensors_in_files])
+@pytest.mark.parametrize("name", ["model", "adapter_model", "model-00001-of-00002"])
+def test_statistics_in_files_of_their_own_are_no_weights(
+    read: Callable[[Path], Any], name: str, tmp_path: Path
+) -> None:
+    save_file({"action.mean": torch.zeros(2)}, tmp_path / "policy_preprocessor.safetensors")
+    save_file({"weight": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    if "-of-" in name:
+        index = {"weight_map": {"weight": f"{name}.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert list(read(tmp_path)) == ["weight"]

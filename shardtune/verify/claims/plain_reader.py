@@ -70,8 +70,13 @@ def tensors_of(model, missing):
 
 
 def tensors_in_files(directory):
-    """All tensors of a directory's safetensors files."""
-    files = sorted(directory.glob("*.safetensors"))
+    """All tensors of a directory's files of weights; other safetensors (a policy's statistics) are none of them."""
+    index = directory / "model.safetensors.index.json"
+    weights = [directory / name for name in ("adapter_model.safetensors", "model.safetensors")]
+    if index.is_file():
+        files = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = [file for file in weights if file.is_file()][:1] or sorted(directory.glob("*.safetensors"))
     return described({name: tensor for file in files for name, tensor in load_file(file).items()})
 
 
