@@ -56,7 +56,7 @@ def _rows(source: Source) -> Iterator[Row]:
 
 
 def labels_of_rows(recipe: Recipe, train_data: object, read: Labels, kind: str) -> list[int | str]:
-    """All labels of the training rows: numbers in their order, before texts in theirs.
+    """All labels of the training rows: numbers in their order, before texts in theirs; a text "1" is the number 1.
 
     Args:
         recipe, train_data: as for `training_rows`.
@@ -71,6 +71,7 @@ def labels_of_rows(recipe: Recipe, train_data: object, read: Labels, kind: str) 
     found: set[int | str] = set()
     for source, rows in training_rows(recipe, train_data):
         found |= _of_source(source, rows, read, kind, root)
+    found -= {str(label) for label in found if isinstance(label, int)}
     if not found:
         _require_first_label(recipe, train_data, read)
     if len(found) < 2:

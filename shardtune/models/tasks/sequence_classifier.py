@@ -97,7 +97,8 @@ class SequenceClassifier(Classifier):
 
     def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
         labels = batch["labels"]
-        yield Prediction(self.outputs(model, batch)["logits"], labels, torch.ones(len(labels), device=labels.device))
+        weights = torch.full((len(labels),), float(labels.shape[1:].numel()), device=labels.device)  # of `weights`
+        yield Prediction(self.outputs(model, batch)["logits"], labels, weights)
 
     def records(self, outputs: Outputs, batch: Batch) -> list[Record]:
         logits = outputs["logits"].double()

@@ -208,9 +208,11 @@ class TextTask(Adapter):
             texts: one or two.
             settings: of the tokenizer's call.
         """
-        made = self.tokenizer(*texts, verbose=False, return_token_type_ids=True, **settings)
-        require_tokens(made["input_ids"])
-        return {"input_ids": made["input_ids"], "token_type_ids": np.array(made["token_type_ids"], np.int8)}
+        batch = [[text] for text in texts]  # of a single pair the tokenizer leaves out an empty second text
+        made = self.tokenizer(*batch, verbose=False, return_token_type_ids=True, **settings)
+        ids, kinds = made["input_ids"][0], made["token_type_ids"][0]
+        require_tokens(ids)
+        return {"input_ids": ids, "token_type_ids": np.array(kinds, np.int8)}
 
     def encoder(self, *, with_prompts: bool) -> TextEncoder:
         _ = self.loaded_config  # without a model there is no tokenizer either, and the message is about the model

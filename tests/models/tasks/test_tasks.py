@@ -77,8 +77,9 @@ def test_every_name_has_a_class():
 
 
 def test_labels_are_those_of_the_training_rows(folder: Path):
-    kinds = {"words": ["no", "yes", "maybe"], "numbers": [10, 2, 1], "switches": [True, False]}
+    kinds = {"words": ["no", "yes", "maybe"], "numbers": [10, 2, 1], "switches": [True, False], "mixed": ["1", 10, 1]}
     expected = {"words": ["maybe", "no", "yes"], "numbers": ["1", "2", "10"], "switches": ["0", "1"]}
+    expected["mixed"] = ["1", "10"]  # a text that is a number has no output beside that number's
     for name, labels in kinds.items():
         data = [{"text": "a cat", "label": labels[number % len(labels)]} for number in range(6)]
         for _ in range(2):  # the second time from the cache
@@ -361,6 +362,17 @@ def test_several_labels_for_a_text(folder: Path):
     loss = task.loss_of({"logits": logits}, batch)
     assert isinstance(loss, shardtune.LossSum)
     assert float(loss.total) / loss.weight == pytest.approx(float(expected))
+    task.outputs = lambda model, batch: {"logits": logits}  # pyright: ignore[reportAttributeAccessIssue]
+    (piece,) = task.predictions(torch.nn.Identity(), batch)  # for losses of the recipe, with the weight of the rows
+    assert float(piece.weights.sum()) == loss.weight == sum(task.weights(sample)["loss"] for sample in samples)
+
+
+def test_an_empty_second_text_is_one_of_a_pair(folder: Path):
+    """As in a batch of pairs; of a single pair a tokenizer leaves it out."""
+    task = task_of(recipe(folder, "reranker", [{"query": "a cat", "document": "", "label": 0}] * 2, "empty"))
+    fields = task.encode_text({"query": "a cat", "document": ""})
+    assert fields["input_ids"].tolist() == task.tokenizer(["a cat"], [""])["input_ids"] != [[2, 4, 12, 3]]
+    assert fields["token_type_ids"].tolist() == [[0, 0, 0, 0, 1]]
 
 
 def test_a_list_of_0_and_1_for_each_label_is_refused(folder: Path):
