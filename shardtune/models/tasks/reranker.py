@@ -126,15 +126,19 @@ class Reranker(TextTask):
         return LossSum(total, int(alone.sum()) + len(among))
 
     def records(self, outputs: Outputs, batch: Batch) -> list[Record]:
-        rows = zip(outputs["scores"].double().tolist(), batch["labels"].tolist(), batch["query"].tolist(), strict=True)
-        return [
-            {
-                "query": query,
-                "scores": [score for score, label in zip(scores, labels, strict=True) if label >= 0],
-                "labels": [label for label in labels if label >= 0],
-            }
-            for scores, labels, query in rows
-        ]
+        columns = [outputs["scores"].double(), batch["labels"], batch["query"], batch["input_ids"]]
+        found = []
+        for scores, labels, query, ids in zip(*(column.tolist() for column in columns), strict=True):
+            there = [place for place, label in enumerate(labels) if label >= 0]
+            found.append(
+                {
+                    "query": query,
+                    "scores": [scores[place] for place in there],
+                    "labels": [labels[place] for place in there],
+                    "pairs": [tuple(one for one in ids[place] if one != PADDED) for place in there],
+                }
+            )
+        return found
 
     @property
     def set_metric_names(self) -> Sequence[str]:
@@ -143,16 +147,21 @@ class Reranker(TextTask):
 
     def set_metrics(self, records: Sequence[Record]) -> dict[str, float]:
         """Documents of one query belong together, in whatever rows they are; a query without a right one, or with one
-        document, has no part in `mrr` and recall, which are NaN where all are like that."""
-        found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        document, has no part in `mrr` and recall, which are NaN where all are like that. A document that a query has
+        several times is one, right if it is so once; its scores differ by rounding, and the first one is used."""
+        found: defaultdict[int, dict[tuple[int, ...], float]] = defaultdict(dict)
+        right: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
+        pairs = []
         for one in records:
-            found[one["query"]] += zip(one["scores"], one["labels"], strict=True)
-        pairs = [pair for documents in found.values() for pair in documents]
+            documents = found[one["query"]]
+            for score, label, ids in zip(one["scores"], one["labels"], one["pairs"], strict=True):
+                pairs.append((documents.setdefault(ids, score), label))
+                right[one["query"]] |= {ids} if label > 0.5 else set()
         ranks = []
-        for documents in found.values():
-            right = [score for score, label in documents if label > 0.5]
-            if right and len(documents) > 1:
-                ranks.append(1 + sum(score > max(right) for score, _ in documents))
+        for query, documents in found.items():
+            if right[query] and len(documents) > 1:
+                best = max(documents[ids] for ids in right[query])
+                ranks.append(1 + sum(score > best for score in documents.values()))
         accuracy = sum((score > 0) == (label > 0.5) for score, label in pairs) / len(pairs)
         places = ranking(ranks, AT) if ranks else dict.fromkeys(("mrr", *(f"recall_at_{k}" for k in AT)), float("nan"))
         metrics = {"accuracy": accuracy, **places}

@@ -6,7 +6,9 @@ With `eval.generate` answers are written by beam or greedy search and compared w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +21,8 @@ from transformers import AutoModelForSeq2SeqLM
 
 from shardtune.batch import IGNORED, Batch, LossSum
 from shardtune.data.encoder import Row
-from shardtune.models.pretrained import GENERATION
+from shardtune.errors import ConfigError
+from shardtune.models.pretrained import GENERATION, MODEL_PATH, settings_directory
 from shardtune.models.tasks.columns import SOURCE, TARGET, column_of, text_of
 from shardtune.models.tasks.encoder import PADDED
 from shardtune.models.tasks.metrics import installed, rouge
@@ -27,6 +30,8 @@ from shardtune.models.tasks.task import Outputs, Record, TextTask
 from shardtune.models.user_metrics import Prediction
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
+FIRST = "decoder_start_token_id"
+"""The setting of the token that every target begins from."""
 
 
 class Seq2SeqOptions(BaseModel):
@@ -59,8 +64,20 @@ class Seq2Seq(TextTask):
         return ()
 
     def saved_files(self) -> Mapping[str, object]:
-        beams = self.options.num_beams
-        return {**super().saved_files(), **({} if beams is None else {GENERATION: {"num_beams": beams}})}
+        settings = self._generation
+        return {**super().saved_files(), **({GENERATION: settings} if settings else {})}
+
+    @cached_property
+    def _generation(self) -> Mapping[str, int]:
+        """Settings of generation in the place of those in the model's directory: what the recipe sets, and the token
+        that targets begin from in training where the directory has it in its config alone."""
+        model, beams = self.recipe.actor.model, self.options.num_beams
+        directory = settings_directory(model.model_path)
+        file = None if directory is None else directory / GENERATION
+        stored = None if file is None or not file.is_file() else json.loads(file.read_text(encoding="utf-8"))
+        lacks = stored is not None and stored.get(FIRST) is None
+        first = self.config.to_dict().get(FIRST) if lacks or FIRST in model.config_overrides else None
+        return {name: value for name, value in {"num_beams": beams, FIRST: first}.items() if value is not None}
 
     def columns(self, row: Row) -> Sequence[str | None]:
         return (column_of(row, SOURCE), column_of(row, TARGET))
@@ -86,7 +103,16 @@ class Seq2Seq(TextTask):
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         """`logits` [rows, tokens, vocabulary]: given labels, the model shifts them to the inputs of its decoder."""
         labels = self._labels(batch)
-        return {"logits": model(**self._source(batch), labels=labels, use_cache=False).logits}
+        try:
+            return {"logits": model(**self._source(batch), labels=labels, use_cache=False).logits}
+        except (ValueError, TypeError) as error:
+            if self.config.to_dict().get(FIRST) is not None:
+                raise
+            raise ConfigError(
+                f"{type(model).__name__} does not know what a target begins from: {str(error).splitlines()[0]}",
+                where=f"{MODEL_PATH}: the config of {self.recipe.actor.model.model_path}",
+                remedy=f"write {FIRST} into its config.json, for T5 the number of the padding token",
+            ) from error
 
     def _source(self, batch: Batch) -> dict[str, torch.Tensor]:
         found = self.inputs(batch)
@@ -115,13 +141,12 @@ class Seq2Seq(TextTask):
         """`written` [rows, tokens], at most as many as the model has positions for; ranks keep step."""
         evaluation, positions = self.recipe.eval, self.max_positions
         most = evaluation.max_new_tokens if positions is None else min(evaluation.max_new_tokens, positions - 1)
-        beams = {} if self.options.num_beams is None else {"num_beams": self.options.num_beams}
         sampling = {"do_sample": True, "temperature": evaluation.temperature} if evaluation.temperature else {}
         written = model.generate(
             **self._source(batch),
             max_new_tokens=most,
             synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
-            **{"do_sample": False, **sampling, **beams},
+            **{"do_sample": False, **sampling, **self._generation},
         )
         return {"written": written}
 

@@ -288,7 +288,7 @@ def test_texts_are_read_and_written_within_the_positions_of_bart(folder: Path):
     bart = folder / "bart"
     model = BartForConditionalGeneration(config)
     model.final_logits_bias[:, 3] = -1e9
-    model.generation_config.update(num_beams=4, min_length=3)
+    model.generation_config.update(num_beams=4, min_length=3, decoder_start_token_id=None)
     model.save_pretrained(bart)
     save_tokenizer(bart, pair=False)
     options = {"num_beams": 1}
@@ -301,6 +301,7 @@ def test_texts_are_read_and_written_within_the_positions_of_bart(folder: Path):
     worker.release()
     generation = json.loads((folder / "bart-final" / "generation_config.json").read_text())
     assert (generation["num_beams"], generation["min_length"]) == (1, 3)
+    assert generation["decoder_start_token_id"] == 2  # that of training
     assert "truncated" not in short
     assert long["truncated"]
     for one in (short, long):
@@ -394,6 +395,42 @@ def test_minus_100_is_no_label(folder: Path):
     assert task.found_options() == {"labels": ["0", "1"]}
     with pytest.raises(RowError, match="the label is -100, which marks rows without one"):
         task.encode(data[2])
+
+
+def test_a_document_twice_of_a_query_has_one_place_and_one_score(folder: Path):
+    """Equal pairs in other batches have scores that differ by rounding, which would decide ranks."""
+    data: Any = [{"query": "a", "positive": "cat", "negatives": ["red", "red", "cat"]}]
+    data += [{"query": "a", "document": "cat", "label": 0}, {"query": "dog", "document": "red", "label": 0}]
+    task = task_of(recipe(folder, "reranker", data, "again"))
+    batch = task.collate([task.encode(row) for row in data], range(3), {})
+    nothing = -torch.inf
+    scores = torch.tensor([[1.0, 2.0, 2.5, 1.5], [3, nothing, nothing, nothing], [0, nothing, nothing, nothing]])
+    records = task.records({"scores": scores}, batch)
+    found = task.set_metrics(records)
+    assert (found["mrr"], found["accuracy"]) == (0.5, 2 / 6)  # red is the only one above cat
+    exact = task.records({"scores": torch.tensor([[1.0, 2, 2, 1], [1, *[nothing] * 3], [0, *[nothing] * 3]])}, batch)
+    assert found["spearman"] == task.set_metrics(exact)["spearman"]
+    assert task.prediction(records[0]) == {"scores": [1.0, 2.0, 2.5, 1.5]}
+
+
+def test_a_target_without_a_first_token_is_one_message(folder: Path):
+    task: Any = task_of(recipe(folder, "seq2seq", rows("seq2seq", 2), "no-start"))
+    batch, model = task.collate([task.encode(row) for row in rows("seq2seq", 2)], range(2), {}), task.build()
+    task.config.decoder_start_token_id = model.config.decoder_start_token_id = None
+    with pytest.raises(ConfigError, match=r"(?s)what a target begins from.*write decoder_start_token_id"):
+        task.outputs(model, batch)
+
+
+def test_answers_begin_from_the_token_of_training(folder: Path):
+    """The directory has its own in generation_config.json, which the recipe's override does not reach."""
+    values = recipe(folder, "seq2seq", rows("seq2seq", 2), "start")
+    assert "generation_config.json" not in task_of(values).saved_files()
+    values["model"]["config_overrides"] = {"decoder_start_token_id": 2}
+    task: Any = task_of(values)
+    batch, model = task.collate([task.encode(row) for row in rows("seq2seq", 2)], range(2), {}), task.build()
+    model.generation_config.decoder_start_token_id = 0
+    assert task.predicted_outputs(model, batch)["written"][:, 0].tolist() == [2, 2]
+    assert task.saved_files()["generation_config.json"] == {"decoder_start_token_id": 2}
 
 
 def test_a_document_twice_in_a_step_is_no_wrong_answer(folder: Path):
