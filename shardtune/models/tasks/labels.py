@@ -19,11 +19,12 @@ from shardtune.data.sources.resolve import Source, prepare_row, resolve_sources
 from shardtune.errors import ConfigError
 from shardtune.models.options import KEY
 
-LABELS_VERSION = 2
+LABELS_VERSION = 3
 """Part of every key: raise it when the same rows would have other labels."""
 LABELS = f"{KEY}.labels"
 NO_LABEL = -100
 """What other trainers write in the place of a label where nothing is to be learned."""
+NUMBERS = (int, float, np.number)
 Labels = Callable[[Row], Iterable[object]]
 """The labels of a row. Raises `RowError` for one that has none."""
 
@@ -113,8 +114,8 @@ def plain_label(value: object) -> int | str:
 
 
 def is_no_label(value: object) -> bool:
-    """Whether a row marks by this value that there is nothing to be learned."""
-    return isinstance(value, int | float | np.number) and value == NO_LABEL
+    """Whether a row marks by this value, a number or as CSV has it, that there is nothing to be learned."""
+    return value == str(NO_LABEL) if isinstance(value, str) else isinstance(value, NUMBERS) and value == NO_LABEL
 
 
 def distinct(labels: Sequence[object]) -> Sequence[object]:

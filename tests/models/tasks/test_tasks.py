@@ -386,11 +386,11 @@ def test_a_list_of_0_and_1_for_each_label_is_refused(folder: Path):
 
 
 def test_minus_100_is_no_label(folder: Path):
-    data = [{"tokens": ["red", "cat", "runs"], "ner_tags": [number % 2, -100, -100.0]} for number in range(4)]
+    data = [{"tokens": ["red", "cat", "runs"], "ner_tags": [number % 2, "-100", -100.0]} for number in range(4)]
     task = task_of(recipe(folder, "token_classifier", data, "masked"))
     assert task.found_options() == {"labels": ["0", "1"]}
     assert task.encode(data[1]).fields["labels"].tolist() == [-100, 1, -100, -100, -100]
-    data = [{"text": "a cat", "label": label} for label in (0, 1, -100, 1)]
+    data = [{"text": "a cat", "label": label} for label in (0, 1, "-100", 1)]
     task = task_of(recipe(folder, "sequence_classifier", data, "masked"))
     assert task.found_options() == {"labels": ["0", "1"]}
     with pytest.raises(RowError, match="the label is -100, which marks rows without one"):
