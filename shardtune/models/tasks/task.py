@@ -208,8 +208,8 @@ class TextTask(Adapter):
             texts: one or two.
             settings: of the tokenizer's call.
         """
-        batch = [[text] for text in texts]  # of a single pair the tokenizer leaves out an empty second text
-        made = self.tokenizer(*batch, verbose=False, return_token_type_ids=True, **settings)
+        batch: Any = [[text] for text in texts]  # of a single pair the tokenizer leaves out an empty second text
+        made: Any = self.tokenizer(*batch, verbose=False, return_token_type_ids=True, **settings)
         ids, kinds = made["input_ids"][0], made["token_type_ids"][0]
         require_tokens(ids)
         return {"input_ids": ids, "token_type_ids": np.array(kinds, np.int8)}

@@ -351,7 +351,7 @@ def test_f1_of_two_classes_is_that_of_the_second():
 
 def test_several_labels_for_a_text(folder: Path):
     data = [{"text": "a cat", "labels": ["x", "y"]}, {"text": "a dog", "labels": []}, {"text": "a", "labels": ["z"]}]
-    task = task_of(recipe(folder, "sequence_classifier", data, "several", options={"multi_label": True}))
+    task: Any = task_of(recipe(folder, "sequence_classifier", data, "several", options={"multi_label": True}))
     samples = [task.encode(row) for row in data]
     assert [sample.fields["labels"].tolist() for sample in samples] == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
     batch = task.collate(samples, range(3), {})
@@ -363,7 +363,7 @@ def test_several_labels_for_a_text(folder: Path):
     loss = task.loss_of({"logits": logits}, batch)
     assert isinstance(loss, shardtune.LossSum)
     assert float(loss.total) / loss.weight == pytest.approx(float(expected))
-    task.outputs = lambda model, batch: {"logits": logits}  # pyright: ignore[reportAttributeAccessIssue]
+    task.outputs = lambda model, batch: {"logits": logits}
     (piece,) = task.predictions(torch.nn.Identity(), batch)  # for losses of the recipe, with the weight of the rows
     assert float(piece.weights.sum()) == loss.weight == sum(task.weights(sample)["loss"] for sample in samples)
 
