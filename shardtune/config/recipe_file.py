@@ -69,8 +69,9 @@ class RecipeConstructor(yaml.constructor.SafeConstructor):
         return super().construct_mapping(node, deep)
 
 
+_constructor: Any = RecipeConstructor  # add_constructor is typed for loaders, which derive from constructors
 for _tag in ("int", "float"):
-    RecipeConstructor.add_constructor(f"tag:yaml.org,2002:{_tag}", RecipeConstructor.construct_number)
+    _constructor.add_constructor(f"tag:yaml.org,2002:{_tag}", RecipeConstructor.construct_number)
 
 
 class RecipeLoader(RecipeConstructor, yaml.SafeLoader):

@@ -82,18 +82,20 @@ def shard_integers() -> None:
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
+    private: Any = _fsdp_param
+
     def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    original: Any = _fsdp_param.FSDPParam.init_dtype_attrs
+    original = private.FSDPParam.init_dtype_attrs
 
     def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
         original(self, policy)
         if not self.orig_dtype.is_floating_point:
             self.param_dtype = None
 
-    vars(_fsdp_param)["nn"] = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
-    _fsdp_param.FSDPParam.init_dtype_attrs = init_dtype_attrs
+    private.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
+    private.FSDPParam.init_dtype_attrs = init_dtype_attrs
 
 
 def set_shutdown_seconds(seconds: int) -> None:
