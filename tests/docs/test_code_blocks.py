@@ -25,6 +25,7 @@ from shardtune.config.schema import ACTOR_KEYS, short_key
 from shardtune.verify.adapter import verify_adapter
 from tests.support.doc_blocks import PAGES, ROOT, Block, blocks
 from tests.support.hub_server import replaced_hub
+from tests.support.peft_versions import ADDS_ADAPTERS, WHY
 from tests.support.vision import save_image_rows, save_vision_model
 from tests.support.workspace import make_workspace, run_cli
 
@@ -105,6 +106,8 @@ def test_excuses_are_few():
 def test_python_blocks_run(block: Block, sandbox: Path):
     if block.excuse:
         pytest.skip(block.excuse)
+    if ".add_adapter(" in block.text and not ADDS_ADAPTERS:
+        pytest.skip(WHY)
     names: dict[str, Any] = {
         "__name__": "documentation",
         "recipe": load_recipe("recipe.yaml"),

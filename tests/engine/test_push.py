@@ -16,6 +16,7 @@ import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.errors import CheckpointError, ModelError
 from tests.support.engine_modules import SAMPLES, Trained, make, steps
+from tests.support.peft_versions import adds_adapters
 
 
 class Frozen(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
@@ -70,6 +71,7 @@ def two(model: Path) -> Iterator[TrainEngine]:
         yield engine
 
 
+@adds_adapters
 def test_from_layout_to_layout(model: Path, two: TrainEngine):
     """Ranks of their own and shared ones, one and two, each way of sharding; the whole chain keeps every bit."""
     alone: Any = TrainEngine(make(model)).build()
@@ -95,6 +97,7 @@ def test_from_layout_to_layout(model: Path, two: TrainEngine):
         check(adapter, engine)
 
 
+@adds_adapters
 @pytest.mark.lengthy
 def test_an_adapter_is_merged_or_the_other_has_the_same(model: Path, tmp_path: Path):
     adapter, twin = TrainEngine(adapted(model)).build(), TrainEngine(adapted(model)).build()

@@ -16,6 +16,7 @@ import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.errors import CheckpointError, ModelError, ParallelError
 from tests.support.engine_modules import SAMPLES
+from tests.support.peft_versions import adds_adapters
 
 # -- Attributes --------------------------------------------------------------------------------------------------------
 
@@ -188,6 +189,7 @@ class Adapted(nn.LoraTrainModule, Qwen2ForCausalLM):
         self.v_head = torch.nn.Linear(32, 1)
 
 
+@adds_adapters
 def test_a_head_beside_an_adapter_is_named_where_it_is_left_out(model: Path, tmp_path: Path, caplog):
     with shardtune.init_empty_weights():
         module: Any = Adapted.from_pretrained(model)

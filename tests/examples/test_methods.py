@@ -14,6 +14,7 @@ from transformers import Qwen2ForCausalLM
 import shardtune
 from shardtune import NeedParallel, TrainEngine, init_empty_weights, nn
 from tests.support.methods import FOLDER, METHODS, Course, Models, builder, example, make_models
+from tests.support.peft_versions import adds_adapters
 
 pytestmark = pytest.mark.lengthy
 
@@ -73,6 +74,7 @@ class Adapted(nn.LoraTrainModule, Qwen2ForCausalLM):
         return [*found, self(ids).logits]
 
 
+@adds_adapters
 def test_the_reference_of_an_adapter_is_the_model_without_it(models: Models, two: TrainEngine):
     rows = [[1, 2, 3], [4, 5, 6]]
     with torch.no_grad():

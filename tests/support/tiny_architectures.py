@@ -282,7 +282,7 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"window_size": 8},
     "modernbert-decoder": {"local_attention": 8},
     "inkling_text": {"sliding_window_size": 8},
-    "inkling2_text": {"sliding_window_size": 8},
+    "inkling2_text": {"sliding_window_size": 8, "unpadded_vocab_size": VOCABULARY},
     "doge": {"keep_window_size": 8},
     "zaya": {"num_experts_per_tok": 1},
     "dots3_note": {

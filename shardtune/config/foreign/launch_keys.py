@@ -41,7 +41,9 @@ TORCHRUN: Table = {
         START,
     ),
     **each(
-        "log_dir redirects tee logs_specs local_ranks_filter duplicate_stdout_filters duplicate_stderr_filters", OUTPUT
+        "log_dir redirects tee logs_specs local_ranks_filter duplicate_stdout_filters duplicate_stderr_filters "
+        "log_line_prefix_template print_completion",
+        OUTPUT,
     ),
     **each("module no_python run_path", PROGRAM),
 }

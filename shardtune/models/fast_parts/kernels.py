@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -77,7 +77,17 @@ def _rotates(module: nn.Module) -> bool:
     forward = module.forward
     if not isinstance(forward, MethodType) or not isinstance(forward.__func__, FunctionType):
         return False
-    return ROTATION in forward.__func__.__code__.co_names and ROTATION in forward.__func__.__globals__
+    own = forward.__func__
+    while (inner := _decorated(own)) is not None:
+        own = inner
+    return ROTATION in own.__code__.co_names and ROTATION in own.__globals__
+
+
+def _decorated(function: FunctionType) -> FunctionType | None:
+    """The function that a decorator's calls; None of one without a decorator."""
+    inner = vars(function).get("__wrapped__")
+    is_called = any(cell.cell_contents is inner for cell in function.__closure__ or ())
+    return inner if isinstance(inner, FunctionType) and is_called else None
 
 
 _IS_PART: Mapping[str, Callable[[nn.Module], bool]] = {
@@ -123,12 +133,15 @@ def rotated_by(rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Make
     forwards: dict[FunctionType, FunctionType] = {}
 
     def made(own: FunctionType) -> FunctionType:
-        code = own.__code__
-        names = tuple(name if each == ROTATION else each for each in code.co_names)
-        own.__globals__[name] = rotate
-        new = FunctionType(
-            code.replace(co_names=names), own.__globals__, own.__name__, own.__defaults__, own.__closure__
-        )
+        code, closure = own.__code__, own.__closure__
+        inner = _decorated(own)
+        if inner is None:
+            code = code.replace(co_names=tuple(name if each == ROTATION else each for each in code.co_names))
+            own.__globals__[name] = rotate
+        else:
+            within = CellType(made(inner))
+            closure = tuple(within if cell.cell_contents is inner else cell for cell in closure or ())
+        new = FunctionType(code, own.__globals__, own.__name__, own.__defaults__, closure)
         new.__kwdefaults__ = own.__kwdefaults__
         return new
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Phi3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from shardtune.config import load_recipe
 from shardtune.config.schema import KernelsConfig, ModelConfig
@@ -96,8 +98,22 @@ def test_the_closest_formula_is_used(family: str, dtype: torch.dtype) -> None:
     assert max(min(one.errors) for one in found._kernels["rms_norm"]) <= BOUND[dtype]
 
 
-def test_all_parts_train_as_their_own_modules_do(own: Callable[[Mapping[str, Maker]], None]) -> None:
+def decorated(function: Callable[..., object]) -> Callable[..., object]:
+    @wraps(function)
+    def renaming(*args: object, **kwargs: object) -> object:
+        return function(*args, **kwargs)
+
+    return renaming
+
+
+@pytest.mark.parametrize("has_decorator", [False, True], ids=["plain", "decorated"])
+def test_all_parts_train_as_their_own_modules_do(
+    own: Callable[[Mapping[str, Maker]], None], monkeypatch: pytest.MonkeyPatch, has_decorator: bool
+) -> None:
+    """transformers 5.24 has decorators, which rename arguments, around the forwards of attention layers."""
     own(PARTS)
+    if has_decorator:
+        monkeypatch.setattr(Qwen3Attention, "forward", decorated(Qwen3Attention.forward))
     model = tiny("qwen3", torch.float64)
     expected = gradients(model)
     found, notes = started(model, "hub")
