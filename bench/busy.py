@@ -26,7 +26,7 @@ from workload import make_inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = "1000"
-"""What shardtune sets."""
+"""What shardtune sets beside other programs."""
 SKIPPED = 3
 LONGEST = 60.0
 """Seconds of a run, after which the steps done so far count."""
@@ -106,7 +106,7 @@ def main() -> None:
 
     words = [f"beside {others} busy program{'s' * (others != 1)}" if others else "alone" for others in arguments.others]
     rows = [
-        [spins + " (set by shardtune)" * (spins == OWN), *(cell(spins, others) for others in arguments.others)]
+        [spins + " (set beside others)" * (spins == OWN), *(cell(spins, others) for others in arguments.others)]
         for spins in arguments.spins
     ]
     text = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -117,7 +118,8 @@ def main() -> None:
     """Run the command line; exit with 0, 1, 2 (an error in the input), 75 (stopped after saving) or 76 (stuck)."""
     if is_supervised():
         end_with_parent()
-    os.environ |= waiting(os.environ)  # of this process and of the ranks that it starts
+    elif sys.argv[1:2] and not sys.argv[1].startswith("-"):
+        os.environ |= waiting(os.environ)  # of this process and of the ranks that it starts
     try:
         code = app(standalone_mode=False, prog_name="shardtune")
     except UsageError as error:

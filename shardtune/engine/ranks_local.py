@@ -44,6 +44,7 @@ class LocalRanks(RemoteRanks):
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._number = 0
+        self._waiting = waiting(os.environ)
         atexit.register(self.close)
         for _ in range(num_ranks):
             self._start()
@@ -63,7 +64,7 @@ class LocalRanks(RemoteRanks):
                 module_command("shardtune.engine.ranks_local", str(there.fileno())),
                 pass_fds=[there.fileno()],
                 start_new_session=True,  # Ctrl-C is for the caller
-                env={**waiting(os.environ), **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, **self._waiting, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._ranks.append(process)
         self._pipes.append(Connection(here.detach()))

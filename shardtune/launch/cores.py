@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -12,8 +13,13 @@ from pathlib import Path, PurePosixPath
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 """Of GNU's OpenMP, with which torch computes: the turns, of 10 to 50 ns, that a thread waits for others before it
 sleeps. So it does by itself where it has more threads than cores; it does not know of other programs."""
-WAITS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-"""Variables with which users choose how threads wait."""
+CHOSEN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "RANK")
+"""Variables with which users choose how threads wait, and that of a rank, which has what its launcher has chosen."""
+LOOK_SECONDS = 0.1
+"""How long the machine is watched for other programs."""
+TAKEN = 0.5
+"""Cores that these may use without a difference being made."""
+STAT = Path("/proc/stat")
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -37,12 +43,33 @@ def limit_threads() -> None:
 
 
 def waiting(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which threads that wait for others soon give up their core; none where a user has chosen otherwise.
+    """Variables by which threads that wait for others soon give up their core, where other programs use the cores now.
 
     They count for a process that imports torch afterwards. By default its threads wait actively for milliseconds at the
-    end of each operation, and keep the core that the last of them needs where another program has one too.
+    end of each operation, and keep the core that the last of them needs where another program has one too. On a machine
+    of its own that is faster by up to a quarter, so nothing is set there, nor where a user has chosen.
     """
-    return {} if any(name in environment for name in WAITS) else dict(WAITING)
+    if any(name in environment for name in CHOSEN) or environment.get("OMP_NUM_THREADS") == "1":
+        return {}
+    return dict(WAITING) if idle_cores() < usable_cores() - TAKEN else {}
+
+
+def idle_cores(stat: Path = STAT, seconds: float = LOOK_SECONDS) -> float:
+    """How many of the cores that this process may use are idle; infinite where the system does not say."""
+    try:
+        before, began = _idle_ticks(stat), time.perf_counter()
+        time.sleep(seconds)
+        ticks = _idle_ticks(stat) - before
+        return ticks / os.sysconf("SC_CLK_TCK") / (time.perf_counter() - began)
+    except (OSError, ValueError, AttributeError):  # it is not Linux, or hides its numbers
+        return math.inf
+
+
+def _idle_ticks(stat: Path) -> int:
+    """Since the machine was started, of all cores in this process's affinity: idle, or waiting for a disk."""
+    mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    cores = [words for line in stat.read_text().splitlines() if (words := line.split()) and words[0] in mine]
+    return sum(int(idle) + int(disk) for _, _, _, _, idle, disk, *_ in cores)
 
 
 def cpu_limits(cgroups: Path = CGROUPS, own: Path = OWN) -> Iterator[float]:

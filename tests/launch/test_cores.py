@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 import shardtune.cli.commands as commands
 import shardtune.launch.cores as cores
-from shardtune.launch.cores import cpu_limits, limit_threads, threads_of_rank, usable_cores, waiting
+from shardtune.launch.cores import cpu_limits, idle_cores, limit_threads, threads_of_rank, usable_cores, waiting
 
 
 @pytest.mark.parametrize(
@@ -48,12 +51,45 @@ def test_threads_are_those_of_the_usable_cores(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [3]
 
 
-def test_threads_wait_briefly_unless_a_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert waiting({}) == {"GOMP_SPINCOUNT": "1000"}
-    assert waiting({"GOMP_SPINCOUNT": "5"}) == waiting({"OMP_WAIT_POLICY": "active"}) == {}
+def test_threads_wait_briefly_beside_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat, after = tmp_path / "stat", []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
+
+    def write(*idle: int) -> None:
+        lines = [f"cpu{number} 5 0 5 {ticks} 3 0 0 0 0 0" for number, ticks in enumerate(idle)]
+        stat.write_text("\n".join(["cpu  9 0 9 9 9 0 0 0 0 0", *lines, "intr 1 2", "btime 3"]))
+
+    def pause(_: float) -> None:
+        began = time.perf_counter()
+        while time.perf_counter() < began + 0.2:
+            pass
+        write(*after)
+
+    monkeypatch.setattr(time, "sleep", pause)
+    ticks = os.sysconf("SC_CLK_TCK")
+    for busy, idle in ((0.0, (ticks // 5, 0, ticks // 5)), (1.0, (ticks // 5, 0, 0)), (2.0, (0, ticks, 0))):
+        write(0, 0, 0)
+        after[:] = idle
+        assert idle_cores(stat) == pytest.approx(2 - busy, abs=0.3)
+    assert idle_cores(tmp_path / "gone") == math.inf
+
+
+def test_they_wait_as_they_do_by_themselves_alone_and_where_a_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    monkeypatch.setattr(cores, "idle_cores", lambda: 3.4)
+    assert waiting({}) == waiting({"OMP_NUM_THREADS": "2"}) == {"GOMP_SPINCOUNT": "1000"}
+    for chosen in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}, {"RANK": "0"}, {"OMP_NUM_THREADS": "1"}):
+        assert waiting(chosen) == {}
     seen: list[str | None] = []
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    for name in ("GOMP_SPINCOUNT", "RANK", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # so that it is afterwards what it was
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["shardtune", "train"])
     monkeypatch.setattr(commands, "app", lambda **_: seen.append(os.environ.get("GOMP_SPINCOUNT")))
     monkeypatch.setattr(commands, "leave", lambda _: None)
     commands.main()
     assert seen == ["1000"]
+    monkeypatch.setattr(cores, "idle_cores", lambda: 3.9)
+    assert waiting({}) == {}
+    monkeypatch.setattr(cores, "idle_cores", lambda: math.inf)
+    assert waiting({}) == {}
