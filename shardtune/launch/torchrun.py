@@ -86,10 +86,10 @@ def _stopped_before_ranks(number: int, frame: FrameType | None) -> NoReturn:
 def _with_defaults(arguments: Namespace, environment: Mapping[str, str]) -> Namespace:
     if arguments.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT":
         arguments.signals_to_handle = SIGNALS
-    if "shutdown_timeout" not in vars(arguments):
-        from shardtune.parallel.torch_private import set_shutdown_seconds
+    if "shutdown_timeout" not in vars(arguments):  # torch 2.11 has no such option
+        from torch.distributed.elastic.multiprocessing import PContext
 
-        set_shutdown_seconds(SAVE_SECONDS)
+        PContext.close.__defaults__ = (None, SAVE_SECONDS)
     elif arguments.shutdown_timeout is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in environment:
         arguments.shutdown_timeout = SAVE_SECONDS
     if not arguments.standalone and "join_timeout" not in arguments.rdzv_conf:

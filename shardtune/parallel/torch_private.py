@@ -98,13 +98,6 @@ def shard_integers() -> None:
     private.FSDPParam.init_dtype_attrs = init_dtype_attrs
 
 
-def set_shutdown_seconds(seconds: int) -> None:
-    """Of torch 2.11, whose torchrun has no `--shutdown-timeout`: how long ranks that are stopped may take."""
-    from torch.distributed.elastic.multiprocessing import PContext
-
-    PContext.close.__defaults__ = (None, seconds)
-
-
 # -- Modules -----------------------------------------------------------------------------------------------------------
 
 NormBase = _NormBase
