@@ -42,13 +42,14 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
     model = recipe.actor.model
     stored = stored_settings(config)
     _check_bins(model, config)
-    statistics, unnorm_key = _statistics(recipe, stored)
-    found = action_statistics(statistics, unnorm_key or next(iter(statistics)), model.action_token_len)
-    for key in statistics if unnorm_key is None else ():
+    statistics, used = _statistics(recipe, stored)
+    unnorm_key = used[0] if len(used) == 1 else None
+    found = action_statistics(statistics, used[0], model.action_token_len)
+    for key in used:
         action_statistics(statistics, key, found.dimensions)
     state = model.action_state or (stored.state if stored is not None else "none")
     if state == "text":
-        for key in [unnorm_key] if unnorm_key is not None else statistics:
+        for key in used:
             state_statistics(statistics, key)
     return ActionSettings(
         action_token_len=found.dimensions,
@@ -121,8 +122,8 @@ def stored_settings(config: PreTrainedConfig) -> ActionSettings | None:
     return openvla_settings(config) if isinstance(config, OpenVLAConfig) else None
 
 
-def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str, DatasetStatistics], str | None]:
-    """The statistics of all known data sets, and the one that applies to every row; None: each row uses its own.
+def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str, DatasetStatistics], list[str]]:
+    """The statistics of all known data sets, and the names of those that rows use: one for all rows, or each its own.
 
     Precedence: the file of `actor.model.action_statistics`, statistics beside the weights, computed ones.
     """
@@ -132,19 +133,24 @@ def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str
         known |= read_statistics(Path(model.action_statistics))
     unnorm_key = model.unnorm_key
     if unnorm_key is not None and unnorm_key in known:
-        return _masked(recipe, known, [unnorm_key]), unnorm_key
+        return _masked(recipe, known, [unnorm_key]), [unnorm_key]
     if unnorm_key is None and model.action_statistics is not None:
         own = read_statistics(Path(model.action_statistics))
-        return _masked(recipe, known, own), next(iter(own)) if len(own) == 1 else None
+        return _masked(recipe, known, own), list(own)
     computed = _computed(recipe, stored)
     if computed is None:
         assert stored is not None
         chosen = choose_key(known, unnorm_key) if unnorm_key is not None else stored.unnorm_key
-        return _masked(recipe, known, [] if chosen is None else [chosen]), chosen
+        used = [] if chosen is None else [chosen]
+        return _masked(recipe, known, used), used or _trained(known, stored)
     together = _masked(recipe, {**computed, **known}, computed)
-    if unnorm_key is not None:
-        return together, choose_key(together, unnorm_key)
-    return together, next(iter(computed)) if len(computed) == 1 else None
+    return together, list(computed) if unnorm_key is None else [choose_key(together, unnorm_key)]
+
+
+def _trained(known: Mapping[str, DatasetStatistics], stored: ActionSettings) -> list[str]:
+    """The data sets whose actions are as long as the model's; its base may have known others."""
+    sizes = {key: action_statistics(known, key).dimensions for key in known}
+    return [key for key, size in sizes.items() if size == stored.action_token_len] or list(known)
 
 
 def kept_statistics(recipe: Recipe, settings: ActionSettings) -> list[str]:

@@ -20,6 +20,7 @@ from shardtune.data.encoder import RowError
 from shardtune.data.images.chat_encoder import IMAGE_STOP, ImageChatEncoder
 from shardtune.data.images.images import PROMPT_IMAGES
 from shardtune.errors import ConfigError, DataError, ModelError
+from shardtune.models.action import settings
 from shardtune.models.action.encoder import PADDED, as_stored
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.openvla import EMPTY_TOKEN
@@ -303,6 +304,18 @@ def test_keys_of_actions_are_for_action_models(folder: Path) -> None:
         load_recipe(values)
     with pytest.raises(ConfigError, match="low_cpu_mem_usage: false has no effect"):
         load_recipe(recipe(folder, "llava", model__low_cpu_mem_usage=False))
+
+
+def test_data_sets_that_the_base_alone_knows_may_have_actions_of_other_sizes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenVLA has the statistics of its own data sets; those of rows are used, also of a model without its rows."""
+    both = [str(folder / "light"), str(folder / "other")]
+    found = adapter_of(folder, "openvla", data__train_data_paths=both).settings
+    assert found.action_token_len == DIMENSIONS != len(found.norm_stats["bridge_orig"]["action"]["q01"])  # type: ignore
+    assert found.unnorm_key is None
+    monkeypatch.setattr(settings, "_computed", lambda *_: None)
+    assert settings._statistics(load_recipe(recipe(folder, "openvla")), found)[1] == ["light", "other"]
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
