@@ -148,9 +148,9 @@ def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str
 
 
 def _trained(known: Mapping[str, DatasetStatistics], stored: ActionSettings) -> list[str]:
-    """The data sets whose actions are as long as the model's; its base may have known others."""
-    sizes = {key: action_statistics(known, key).dimensions for key in known}
-    return [key for key, size in sizes.items() if size == stored.action_token_len] or list(known)
+    """The data sets that the model may be trained on: with states if it reads them, and actions as long as its own."""
+    able = [key for key in known if stored.state != "text" or "proprio" in known[key]]
+    return [key for key in able if action_statistics(known, key).dimensions == stored.action_token_len] or list(known)
 
 
 def kept_statistics(recipe: Recipe, settings: ActionSettings) -> list[str]:

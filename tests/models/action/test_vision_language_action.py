@@ -315,7 +315,10 @@ def test_data_sets_that_the_base_alone_knows_may_have_actions_of_other_sizes(
     assert found.action_token_len == DIMENSIONS != len(found.norm_stats["bridge_orig"]["action"]["q01"])  # type: ignore
     assert found.unnorm_key is None
     monkeypatch.setattr(settings, "_computed", lambda *_: None)
-    assert settings._statistics(load_recipe(recipe(folder, "openvla")), found)[1] == ["light", "other"]
+    used = settings._statistics(load_recipe(recipe(folder, "openvla")), found)[1]
+    assert used == ["light", "other", "two_arms"]  # the last is as long
+    with_state = settings._statistics(load_recipe(recipe(folder, "openvla")), replace(found, state="text"))[1]
+    assert with_state == ["light", "other"]  # and has no states
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
