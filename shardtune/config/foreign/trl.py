@@ -40,6 +40,12 @@ TABLE: Table = {
     "torch_dtype": By("actor.model.precision: bf16; weights stay in fp32"),
     "attn_implementation": To("actor.model.attn_implementation"),
     "trust_remote_code": To("actor.model.trust_remote_code", is_on),
+    "model_init_kwargs.attn_implementation": To("actor.model.attn_implementation"),
+    "model_init_kwargs.trust_remote_code": To("actor.model.trust_remote_code", is_on),
+    **dict.fromkeys(
+        ("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype"),
+        Missing("actor.model.precision: bf16; weights stay in fp32", (None, "auto", "float32")),
+    ),
     "model_init_kwargs": Missing("actor.model.config_overrides: {NAME: VALUE} for values of the model's configuration"),
     "learning_rate": To("actor.optim.lr", as_number, default=2e-5),
     "gradient_checkpointing": To("actor.model.gradient_checkpointing", is_on, default=True, note="changes no number"),

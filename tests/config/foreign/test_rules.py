@@ -360,3 +360,10 @@ def test_the_scheduler_of_deepspeed_is_named(of):
     found = of("trl", deepspeed={"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": {"type": "Lamb"}})
     assert any("its scheduler (WarmupLR) replaces the one of TRL" in note for note in found.conversion.notes)
     assert any("its optimizer (Lamb)" in note for note in found.conversion.notes)
+
+
+def test_arguments_of_from_pretrained_have_the_keys_that_say_the_same(of):
+    found = of("trl", model_init_kwargs={"attn_implementation": "sdpa", "dtype": "bfloat16", "revision": "main"})
+    assert value(found, "actor.model.attn_implementation") == "sdpa"
+    assert "actor.model.precision" in found.conversion.outcomes["model_init_kwargs.dtype"].text
+    assert "config_overrides" in found.conversion.outcomes["model_init_kwargs.revision"].text
