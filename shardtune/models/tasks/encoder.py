@@ -1,13 +1,13 @@
-"""Encodes rows of texts; one that is too long is cut at the end of each text, without its closing token."""
+"""Encodes rows of texts; one that is too long is cut at the end of each text, without its closing tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.config import Recipe
@@ -17,6 +17,18 @@ from shardtune.models.adapter_encoder import FieldEncoder, RowEncoding
 
 PADDED = -1
 """Pads token ids, in rows and in batches; no tokenizer has such an id."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextSample(Sample):
+    """A row of tokens, or of texts, that is not cut yet.
+
+    Attributes:
+        parts: of pairs, in the shape of `input_ids`: 1 and 2 for tokens of the first and of the second text, 0 for what
+            the tokenizer puts around them. None where a row has single texts.
+    """
+
+    parts: np.ndarray | None = None
 
 
 class TextRows(RowEncoding, Protocol):
@@ -84,12 +96,13 @@ class TextEncoder(FieldEncoder):
 
     def _cut(self, sample: Sample, most: int) -> Sample:
         special = np.asarray(self._task.tokenizer.all_special_ids)
+        parts = sample.parts if isinstance(sample, TextSample) else None
         fields = dict(sample.fields)
         for name in self._task.token_fields:
             ids = sample.fields[name]
             for other in (name, *self._task.beside(name)):
                 if other in fields:
-                    fields[other] = shortened(fields[other], ids, most, special)
+                    fields[other] = shortened(fields[other], ids, most, special, parts)
         return replace(sample, fields=fields, size=self._task.size_of(fields))
 
 
@@ -104,22 +117,75 @@ def real_lengths(ids: np.ndarray) -> np.ndarray:
     return np.atleast_1d((ids != PADDED).sum(-1)) if ids.size else np.zeros(1, int)
 
 
-def shortened(values: np.ndarray, ids: np.ndarray, most: int, special: np.ndarray) -> np.ndarray:
-    """The first `most` entries of each text; of a longer one that ends with a special token the last one is kept.
+def shortened(
+    values: np.ndarray, ids: np.ndarray, most: int, special: np.ndarray, parts: np.ndarray | None = None
+) -> np.ndarray:
+    """Up to `most` entries of each text, without those at its end; special tokens that close a text are kept.
 
-    Worked example: [CLS] a b c [SEP] cut to 4 is [CLS] a b [SEP].
+    Of a pair the longer text is cut first, as fast tokenizers do with `truncation="longest_first"`.
+
+    Worked example: [CLS] a b c [SEP] cut to 4 is [CLS] a b [SEP]; [CLS] a b c d [SEP] x y [SEP] cut to 7 is
+    [CLS] a b [SEP] x y [SEP].
 
     Args:
         values: [length] or [texts, longest]: ids, or what stands beside each of them.
         ids: the token ids, in the same shape.
         most: entries that are kept.
         special: ids of special tokens.
+        parts: of pairs, `TextSample.parts`.
     """
     if values.ndim == 2:
-        rows = [shortened(one, each, most, special) for one, each in zip(values, ids, strict=True)]
+        of_pairs = [None] * len(ids) if parts is None else parts
+        together = zip(values, ids, of_pairs, strict=True)
+        rows = [shortened(one, each, most, special, pair) for one, each, pair in together]
         return np.stack(rows) if rows else values[:, :most]
     length = int((ids != PADDED).sum())
-    cut = values[:most].copy()
-    if length > most and ids[length - 1] in special:
-        cut[-1] = values[length - 1]
-    return cut
+    if length <= most:
+        return values[:most]
+    if parts is not None and int((parts[:length] == 0).sum()) < most:
+        return values[:length][_of_pair(parts[:length], most)]
+    closing = int(np.isin(ids[:length], special)[::-1].cumprod().sum()) if len(special) else 0
+    closing = min(closing, most - 1)
+    return np.concatenate([values[: most - closing], values[length - closing : length]])
+
+
+def _of_pair(parts: np.ndarray, most: int) -> np.ndarray:
+    """Which tokens of a pair are kept: all special ones, and of the texts the first ones, as many as there is room for.
+
+    The shorter text is whole if it fits into half of the room; otherwise each has half of it.
+    """
+    room = most - int((parts == 0).sum())
+    counts = {part: int((parts == part).sum()) for part in (1, 2)}
+    shorter = 1 if counts[1] <= counts[2] else 2
+    kept = {shorter: min(counts[shorter], room // 2)}
+    kept[3 - shorter] = room - kept[shorter]
+    first, second = ((parts == part) & ((parts == part).cumsum() <= kept[part]) for part in (1, 2))
+    return (parts == 0) | first | second
+
+
+def parts_of_pair(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], encoded: BatchEncoding
+) -> np.ndarray | None:
+    """The parts of an encoded pair, as in `TextSample`.
+
+    Args:
+        tokenizer: which made it.
+        texts: the two.
+        encoded: a batch of this pair alone.
+
+    Returns:
+        int8 [length]; None where a tokenizer written in Python changes tokens of a text beside the other.
+    """
+    ids = encoded["input_ids"][0]
+    if encoded.is_fast:
+        return np.array([0 if part is None else part + 1 for part in encoded.sequence_ids(0)], np.int8)
+    parts, begin = np.zeros(len(ids), np.int8), 0
+    for number, text in enumerate(texts, 1):
+        alone = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        starts = (at for at in range(begin, len(ids) - len(alone) + 1) if ids[at : at + len(alone)] == alone)
+        start = next(starts, None)
+        if start is None:
+            return None
+        begin = start + len(alone)
+        parts[start:begin] = number
+    return parts

@@ -36,7 +36,7 @@ from shardtune.models.tasks.columns import (
 from shardtune.models.tasks.encoder import PADDED
 from shardtune.models.tasks.metrics import correlations, installed, ranking
 from shardtune.models.tasks.retrieval import text_number
-from shardtune.models.tasks.task import Outputs, Record, TextTask
+from shardtune.models.tasks.task import PARTS, Outputs, Record, TextTask
 
 AT = (1, 3, 10)
 """The k of recall@k."""
@@ -76,10 +76,13 @@ class Reranker(TextTask):
         made = [self.tokens(query, document) for document in documents]
         longest = max(len(one["input_ids"]) for one in made)
         ids, kinds = np.full((len(made), longest), PADDED, np.int32), np.zeros((len(made), longest), np.int8)
+        parts = np.zeros_like(kinds)
         for place, one in enumerate(made):
             length = len(one["input_ids"])
             ids[place, :length], kinds[place, :length] = one["input_ids"], one["token_type_ids"]
-        return {"input_ids": ids, "token_type_ids": kinds, "query": np.int64(text_number(query))}
+            parts[place, :length] = one.get(PARTS, 0)
+        found = {"input_ids": ids, "token_type_ids": kinds, "query": np.int64(text_number(query))}
+        return {**found, PARTS: parts} if all(PARTS in one for one in made) else found
 
     def _documents(self, row: Row) -> list[str]:
         first = text_of(row, POSITIVE, "the document", self.row_form)

@@ -22,13 +22,15 @@ from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
 from shardtune.models.adapter import Evaluation as Evaluated
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config
-from shardtune.models.tasks.encoder import PADDED, TextEncoder, require_tokens
+from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, parts_of_pair, require_tokens
 from shardtune.models.tasks.metrics import installed
 from shardtune.models.user_metrics import Measure, checked
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 
 TASK_FILE = "task.json"
 """Beside the weights: the task's name, the longest row, and options that the training rows decide, such as labels."""
+PARTS = "parts"
+"""Beside the tokens of a pair: which text each belongs to, as in `TextSample`."""
 Record = Mapping[str, Any]
 """What the metrics of a set and predictions are computed from, of one row."""
 Outputs = Mapping[str, torch.Tensor]
@@ -191,7 +193,8 @@ class TextTask(Adapter):
 
     def _sample(self, fields: Mapping[str, Any]) -> Sample:
         arrays = {name: np.asarray(value) for name, value in fields.items()}
-        return Sample(fields=arrays, size=self.size_of(arrays))
+        parts = arrays.pop(PARTS, None)
+        return TextSample(fields=arrays, size=self.size_of(arrays), parts=parts)
 
     def beside(self, name: str) -> Sequence[str]:
         """The fields that have an entry for each token of a field of ids."""
@@ -204,6 +207,8 @@ class TextTask(Adapter):
     def tokens(self, *texts: Any, **settings: Any) -> dict[str, Any]:
         """The tokens of a text or of a pair, as the tokenizer ends them, and to which of the two each belongs.
 
+        Of a pair also `PARTS`, by which a long one is cut; `encode` takes them out of the fields.
+
         Args:
             texts: one or two.
             settings: of the tokenizer's call.
@@ -212,7 +217,9 @@ class TextTask(Adapter):
         made: Any = self.tokenizer(*batch, verbose=False, return_token_type_ids=True, **settings)
         ids, kinds = made["input_ids"][0], made["token_type_ids"][0]
         require_tokens(ids)
-        return {"input_ids": ids, "token_type_ids": np.array(kinds, np.int8)}
+        found = {"input_ids": ids, "token_type_ids": np.array(kinds, np.int8)}
+        parts = parts_of_pair(self.tokenizer, texts, made) if len(texts) == 2 else None
+        return found if parts is None else {**found, PARTS: parts}
 
     def encoder(self, *, with_prompts: bool) -> TextEncoder:
         _ = self.loaded_config  # without a model there is no tokenizer either, and the message is about the model

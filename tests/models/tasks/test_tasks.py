@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import random
@@ -21,6 +22,7 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
+    ByT5Tokenizer,
 )
 
 import shardtune
@@ -32,7 +34,7 @@ from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.tasks import sentence_transformers_files
-from shardtune.models.tasks.encoder import require_tokens, shortened
+from shardtune.models.tasks.encoder import parts_of_pair, require_tokens, shortened
 from shardtune.models.tasks.metrics import entity_scores, f1_scores, spans
 from shardtune.models.tasks.names import CLASSES
 from shardtune.models.tasks.task import TextTask
@@ -312,6 +314,49 @@ def test_a_text_that_is_cut_keeps_its_end():
     ids = np.array([[2, 7, 8, 9, 3], [2, 7, 3, -1, -1]])
     assert shortened(ids, ids, 4, np.array([2, 3])).tolist() == [[2, 7, 8, 3], [2, 7, 3, -1]]
     assert shortened(np.array([5, 6, 7]), np.array([5, 6, 7]), 2, np.array([3])).tolist() == [5, 6]
+    twice = np.array([7, 8, 9, 3, 4])  # such as the end and the language of mBART
+    assert shortened(twice, twice, 4, np.array([3, 4])).tolist() == [7, 8, 3, 4]
+
+
+def test_a_pair_is_cut_as_transformers_cuts_it(folder: Path):
+    """No text of a pair is lost; checked against the tokenizer's own cut, at every length of both."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "encoder")
+    task: Any = task_of(recipe(folder, "sequence_classifier", rows("sequence_classifier", 4), "pairs"))
+    for first, second, most in itertools.product(range(1, 9), range(9), range(5, 12)):
+        pair = (" ".join(["cat"] * first), " ".join(["dog"] * second))
+        made = task.tokens(*pair)
+        ids, kinds = np.asarray(made["input_ids"]), made["token_type_ids"]
+        own = tokenizer([pair[0]], [pair[1]], truncation="longest_first", max_length=most, return_token_type_ids=True)
+        for found, name in ((ids, "input_ids"), (kinds, "token_type_ids")):
+            cut = shortened(found, ids, most, np.array(tokenizer.all_special_ids), made["parts"])
+            assert cut.tolist() == own[name][0]
+
+
+def test_the_second_text_of_a_long_pair_is_read(folder: Path):
+    values = recipe(folder, "reranker", rows("reranker", 4), "long-query")
+    values["data"]["max_length"] = 8
+    encoder: Any = task_of(values).encoder(with_prompts=False)
+    row = {"query": "cat " * 20, "positive": "dog", "negatives": ["red dog", "dog " * 20]}
+    sample = encoder.fit(pickle.loads(pickle.dumps(encoder)).encode(row))
+    vocabulary = task_of(values).tokenizer.convert_ids_to_tokens
+    texts = [" ".join(vocabulary([one for one in ids if one >= 0])) for ids in sample.fields["input_ids"].tolist()]
+    assert texts == [
+        "[CLS] cat cat cat cat [SEP] dog [SEP]",
+        "[CLS] cat cat cat [SEP] red dog [SEP]",
+        "[CLS] cat cat [SEP] dog dog dog [SEP]",
+    ]
+    assert "parts" not in sample.fields
+
+
+def test_the_texts_of_a_pair_are_found_without_a_fast_tokenizer():
+    tokenizer = ByT5Tokenizer()
+    for pair in (("ab", "abc"), ("abab", "ab"), ("ab", "")):
+        made = tokenizer([pair[0]], [pair[1]], verbose=False)
+        parts = parts_of_pair(tokenizer, pair, made)
+        assert parts is not None
+        ids = np.asarray(made["input_ids"][0])
+        assert [tokenizer.decode(ids[parts == part]) for part in (1, 2)] == list(pair)
+        assert set(ids[parts == 0].tolist()) <= {tokenizer.eos_token_id}
 
 
 def test_required_sizes_are_compared(folder: Path):
