@@ -9,7 +9,10 @@ from shardtune.config.foreign.values import as_number, clip, is_on, whole, whole
 
 HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
 TOKENIZER = "change the tokenizer's own files, and name them as actor.tokenizer.tokenizer_model"
-NO_METHOD = "leave it out: optimizers are classes of torch.optim, and adapters LoRA, DoRA and rsLoRA"
+NO_METHOD = (
+    "leave it out: an optimizer of a package is actor.optim.name: package.module:Class, adapters are LoRA, DoRA, "
+    "rsLoRA, PiSSA, and PEFT's others by actor.model.lora.peft"
+)
 TABLE: Table = {
     "base_model": To("actor.model.model_path"),
     "base_model_config": Missing("actor.model.config_overrides: {NAME: VALUE}"),
@@ -87,7 +90,9 @@ TABLE: Table = {
     "lr_groups": By("actor.optim.groups: [{pattern: NAME, lr: RATE}]"),
     "optimizer": By("actor.optim.name: AdamW"),
     "optim_args": By("actor.optim.args: {NAME: VALUE}"),
-    "optim_target_modules": Missing("optimizers are classes of torch.optim; actor.optim.groups sets rates by name"),
+    "optim_target_modules": Missing(
+        "actor.optim.name: package.module:Class is any optimizer; actor.optim.groups sets rates by name"
+    ),
     "weight_decay": To("actor.optim.weight_decay", as_number, default=0.0),
     "adam_beta1": To("actor.optim.adam_beta1", as_number),
     "adam_beta2": To("actor.optim.adam_beta2", as_number),
@@ -183,8 +188,9 @@ TABLE: Table = {
     "resize_token_embeddings_to_32x": NotNeeded("the embedding is enlarged where actor.tokenizer.new_tokens need it"),
     "gpu_memory_limit": NotNeeded("a run that does not fit names what would"),
     "expert_parallel_size": To("actor.parallel.expert", whole_number("a number of ranks")),
-    "kd_trainer": Missing("one model is trained; write a worker: docs/add-a-model.md"),
-    "lm_eval_tasks": Missing("evaluate the exported model: shardtune export"),
+    "kd_trainer": Missing("actor.teacher.model_path: the teacher, whose logits are computed in training"),
+    "fp8": Missing("actor.model.fp8.scaling: tensorwise; docs/fast-parts.md"),
+    "lm_eval_tasks": Missing("eval.harness: [TASK] at each evaluation of a run, with the extra harness"),
     "swanlab_project": To("runner.logger.project_name"),
     "scaling_softmax": Missing("attention is the model's own"),
     "dataset_shard_num": Missing("data.train_data_paths: {path: FILE, weight: SHARE} trains a share of the rows"),
@@ -198,8 +204,8 @@ TABLE: Table = {
         Missing("runner.logger.logger_backends has what there is, or a class of yours: package.module:Class"),
     ),
     **each(
-        "relora qat quantization fp8 lisa_step_interval lisa_n_layers jagged_restart_steps use_eaft use_pose gptq "
-        "quantize_moe_experts peft_layer_replication peft_layers_pattern peft_trainable_token_indices peft "
+        "relora qat quantization lisa_step_interval lisa_n_layers jagged_restart_steps use_eaft use_pose gptq "
+        "quantize_moe_experts peft_layer_replication peft_trainable_token_indices peft "
         "lora_on_cpu use_mora mora spectrum_top_fraction diffusion hatchery llmcompressor dense_mixer grokfast_alpha "
         "shrink_embeddings",
         Missing(NO_METHOD),

@@ -32,6 +32,10 @@ PROGRAMS = ("trl", "sft", "llamafactory-cli", "train", "axolotl")
 SCRIPTS = "trl.scripts."
 TUNE = ["tune", "run"]
 """torchtune's command: options of torchrun, one of its recipes, `--config FILE`, and keys of the file (`lr=1e-5`)."""
+AUTOMODEL = "automodel"
+"""NeMo Automodel's command: a file, options of torchrun, and keys of the file as flags (`--optimizer.lr 1e-5`)."""
+OF_AUTOMODEL = ("finetune", "pretrain", "kd", "llm", "vlm")
+"""The words before the file in its older form, `automodel finetune llm -c FILE`."""
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 """A word before a command that sets a variable of its environment."""
 OFF = "no_"
@@ -69,6 +73,8 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     environment, words = _environment(words)
     if words[:2] == TUNE:
         return replace(_tune(words[2:]), environment=environment)
+    if words[:1] == [AUTOMODEL]:
+        return replace(_automodel(words[1:]), environment=environment)
     launch, given = _launcher(words)
     if given[:1] == ["trl"] and len(given) > 1 and not given[1].startswith("-") and given[1] not in PROGRAMS:
         raise _no_fine_tuning(given[1])
@@ -115,6 +121,36 @@ def _tune(words: Sequence[str]) -> CommandLine:
             raise ConfigError(f"{word} is no key=value", where=f"tune run {recipe}", remedy="put it into the file")
     pairs = (word.partition("=") for word in given)
     return CommandLine(file, {}, Launch("torchrun", options, "tune run"), {key: _read(text) for key, _, text in pairs})
+
+
+def _automodel(words: Sequence[str]) -> CommandLine:
+    """The words after `automodel`."""
+    files = [word for word in words[: _first_flag(words)] if word not in OF_AUTOMODEL]
+    given: dict[str, object] = {}
+    place = _first_flag(words)
+    while place < len(words):
+        flag, equals, value = words[place].partition("=")
+        place += 1
+        if not equals and place < len(words) and not _is_flag(words[place]):
+            value, equals, place = words[place], "=", place + 1
+        given[flag.lstrip("-")] = value if equals else "true"
+    files += [str(given.pop(name)) for name in ("c", "config") if name in given]
+    if len(files) != 1:
+        raise ConfigError(
+            f"one configuration is converted, not {' and '.join(files) or 'none'}",
+            where=AUTOMODEL,
+            remedy=f"give {AUTOMODEL} FILE, with --nproc-per-node N and keys of the file (--optimizer.lr 1e-5)",
+        )
+    options = {name.replace("-", "_"): text for name, text in given.items() if name.replace("-", "_") in RANKS_OF}
+    keys = {name: _read(str(text)) for name, text in given.items() if name.replace("-", "_") not in RANKS_OF}
+    return CommandLine(Path(files[0]), {}, Launch("torchrun", options, AUTOMODEL), keys)
+
+
+RANKS_OF = ("nproc_per_node", "nnodes")
+
+
+def _first_flag(words: Sequence[str]) -> int:
+    return next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
 
 
 def _no_fine_tuning(command: str) -> ConfigError:

@@ -70,6 +70,7 @@ class Conversion:
         target: the folder of the recipe; paths in the recipe start there.
         world_size: the number of processes that the configuration was run with; None: not known.
         mixed_precision: what the launcher sets it to, for a configuration that does not; "": nothing.
+        sharing: how many of the processes have the same rows by the launcher.
         beside: keys that are not in the tree, by their name in the report: of the launcher, and of files that the
             configuration names.
         lines: our key -> line.
@@ -83,6 +84,7 @@ class Conversion:
     target: Path
     world_size: int | None = None
     mixed_precision: str = ""
+    sharing: int = 1
     beside: dict[str, object] = field(default_factory=dict)
     lines: dict[str, Line] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)

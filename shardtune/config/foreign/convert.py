@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from shardtune.config.foreign import halos, llama_factory, trl
 from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.conversion import Conversion, Kind, Outcome
-from shardtune.config.foreign.launch import Launch, Started, apply, precision_of, started
+from shardtune.config.foreign.launch import Launch, Started, apply, precision_of, sharing, started
 from shardtune.config.foreign.launch_keys import ACCELERATE
 from shardtune.config.foreign.model_type import model_type
 from shardtune.config.foreign.trainers import TRAINERS, OtherTrainer, recognise
@@ -79,7 +79,9 @@ def convert(
     source = Path.cwd() if file is None else file.expanduser().resolve().parent
     found = _started(given.launch, tree, known.name)
     size = found.processes if world_size is None and found is not None else world_size
-    c = Conversion(known.name, tree, source, folder, size, "" if found is None else precision_of(found))
+    c = Conversion(known.name, tree, source, folder, size)
+    if found is not None:
+        c.mixed_precision, c.sharing = precision_of(found), sharing(found)
     known.convert(c)
     c.translate(known.table)
     if found is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardtune.config.foreign.conversion import Conversion, Kind, Line, Outcome, defaults, short
-from shardtune.config.foreign.launch_keys import MEGATRON, PREFIXES, SHARDED, TABLES
+from shardtune.config.foreign.launch_keys import MEGATRON, PREFIXES, SHARDED, SHARING, TABLES
 from shardtune.config.foreign.sharding import OFFLOAD, deepspeed
 from shardtune.config.foreign.table import Table
 from shardtune.config.foreign.values import is_on, number, whole
@@ -153,6 +154,16 @@ _COUNTS: Mapping[str, Callable[[Mapping[str, object]], _Counted]] = {
 }
 
 
+def sharing(found: Started) -> int:
+    """How many of the processes have the same rows, as they divide a model or its sequences."""
+    sizes = [whole(found.values.get(name)) for name in SHARING if _divides(found)]
+    return math.prod(max(1, size or 1) for size in sizes)
+
+
+def _divides(found: Started) -> bool:
+    return is_on(found.values.get("use_parallelism_config", True))
+
+
 def precision_of(found: Started) -> str:
     """What the launcher sets mixed precision to; "" for nothing, and for FP8."""
     kind = str(found.values.get("mixed_precision", "")).lower()
@@ -232,6 +243,9 @@ def _accelerate(c: Conversion, flat: Conversion, found: Started) -> None:
         )
     else:
         flat.not_needed(SHARDED.why, "distributed_type")
+    if not _divides(found):
+        names = [name for name in found.values if name.startswith("parallelism_config_")]
+        flat.not_needed("use_parallelism_config is off, so it has no effect", *names)
     if not is_lost and not _is_used(flat, "use_fsdp", "FSDP"):
         names = [name for name in found.values if name.startswith(OF_FSDP) and name != "fsdp_config"]
         flat.not_needed("without use_fsdp, or distributed_type: FSDP, it has no effect", *names)

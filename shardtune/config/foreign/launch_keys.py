@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardtune.config.foreign.sharding import FSDP_CONFIG
 from shardtune.config.foreign.table import By, Entry, Missing, NoCounterpart, NotNeeded, Table, To, each
-from shardtune.config.foreign.values import is_on, whole
+from shardtune.config.foreign.values import is_on, whole, whole_number
 
 RANKS = By("runner.nproc_per_node: N")
 HOSTS = NotNeeded("how hosts find each other: torchrun takes such options for shardtune, too (docs/getting-started.md)")
@@ -68,6 +68,8 @@ _PARALLEL = {
     "cp": "actor.parallel.sequence",
     "sp": "actor.parallel.sequence",
 }
+SHARING = tuple(f"parallelism_config_{name}_size" for name in ("tp", "cp", "sp"))
+"""accelerate's options whose ranks have the same rows."""
 ACCELERATE: Table = {
     **each("num_processes num_machines", RANKS),
     **each("config_file accelerate_config", By("nothing: its keys are those of a recipe")),
@@ -89,8 +91,7 @@ ACCELERATE: Table = {
         NotNeeded("models are loaded and saved in shards, their layers found by their class"),
     ),
     **{
-        f"parallelism_config_{name}_size": Missing(f"{key}: N", (None, False, 1, "1"))
-        for name, key in _PARALLEL.items()
+        f"parallelism_config_{name}_size": To(key, whole_number("a number of ranks")) for name, key in _PARALLEL.items()
     },
     "use_parallelism_config": NotNeeded("the sizes of parallelism_config are listed by themselves"),
     "dynamo_backend": To("actor.model.compile", _compiled),
@@ -120,7 +121,7 @@ PREFIXES: Mapping[str, Entry] = {
     "fsdp_": NotNeeded("FSDP2 needs no further settings here"),
     "fp8_": NotNeeded("it is for mixed_precision: fp8"),
     "dynamo_": NotNeeded("the same numbers either way"),
-    "parallelism_config_": NotNeeded("attention over several ranks has one form here"),
+    "parallelism_config_": NotNeeded("the numbers are those of either actor.parallel.sequence_method"),
     "megatron_lm_": MEGATRON,
     "tpu_": NO_TPU,
     "aws_": START,

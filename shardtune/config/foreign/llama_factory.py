@@ -27,7 +27,10 @@ ATTENTION = {
     "fa2": "flash_attention_2",
     "fa3": "flash_attention_3",
 }
-NO_METHOD = "leave it out: optimizers are classes of torch.optim, and adapters LoRA, DoRA, rsLoRA and PiSSA"
+NO_METHOD = (
+    "leave it out: an optimizer of a package is actor.optim.name: package.module:Class, adapters are LoRA, DoRA, "
+    "rsLoRA, PiSSA, and PEFT's others by actor.model.lora.peft"
+)
 NEW_TOKENS = "new tokens start as the mean of the others"
 TABLE: Table = {
     **TRAINING_ARGUMENTS,
@@ -120,9 +123,10 @@ TABLE: Table = {
     "shift_attn": Missing("attention is the model's own"),
     "vllm_config": NotNeeded("it is for generation"),
     **each(
-        "use_llama_pro use_galore use_apollo use_badam use_adam_mini use_mca use_hyper_parallel use_kt fp8",
+        "use_llama_pro use_galore use_apollo use_badam use_adam_mini use_mca use_hyper_parallel use_kt",
         Missing(NO_METHOD),
     ),
+    "fp8": Missing("actor.model.fp8.scaling: tensorwise; docs/fast-parts.md"),
     **each("hub_model_id export_hub_model_id", TRAINING_ARGUMENTS["hub_model_id"]),
     **each(
         "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels "
@@ -130,9 +134,10 @@ TABLE: Table = {
         Missing("actor.model.image_size checks the size; it is set in the processor's own files"),
     ),
     **each(
-        "oft_rank oft_block_size oft_target module_dropout use_unsloth use_unsloth_gc",
-        Missing("leave it out: adapters are LoRA, and the numbers do not depend on Unsloth's kernels"),
+        "oft_rank oft_block_size oft_target module_dropout",
+        Missing("actor.model.lora.peft: {peft_type: OFT, …}, by PEFT's own keys"),
     ),
+    **each("use_unsloth use_unsloth_gc", Missing("leave it out: the numbers do not depend on Unsloth's kernels")),
     **each(
         "enable_liger_kernel use_fast_tokenizer low_cpu_mem_usage use_reentrant_gc use_v1_kernels plot_loss cache_dir "
         "overwrite_cache preprocessing_batch_size buffer_size data_shared_file_system "

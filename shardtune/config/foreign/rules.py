@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from shardtune.config.foreign.conversion import Conversion, Kind, short
 from shardtune.config.foreign.table import NoCounterpart
-from shardtune.config.foreign.values import REPORTS, arguments, listed, number, optimizer, whole
+from shardtune.config.foreign.values import REPORTS, arguments, as_number, listed, number, optimizer, whole
 
 WARMUP, RATIO, FROM_ZERO = (
     *("actor.optim.lr_warmup_steps", "actor.optim.lr_warmup_steps_ratio"),
@@ -47,7 +47,7 @@ def batch(
     times = whole(c.get(accumulation)) or 1
     if whole_batch and c.has(whole_batch) and not c.has(accumulation):
         times = max(1, (whole(c.get(whole_batch)) or each) // each)
-    same = math.prod(max(1, whole(c.get(name)) or 1) for name in shared)
+    same = math.prod(max(1, whole(c.get(name)) or 1) for name in shared) * c.sharing
     size = max(1, (c.world_size or 1) // same)
     names = [per_device, accumulation, *([whole_batch] if whole_batch else [])]
     product = f"{each} × {times} × {size} {'process' if size == 1 else 'processes'}"
@@ -56,20 +56,37 @@ def batch(
     if c.world_size is None:
         product += "; with more, times their number (--world-size)"
     if packed is None:
-        c.put("actor.micro_batch_size", each, per_device, comment=_origin(c, per_device), always=True)
+        c.put("actor.micro_batch_size", each, per_device, comment=origin(c, per_device), always=True)
         c.put("actor.global_batch_size", each * times * size, *names, comment=product, always=True)
         return
+    packed_batch(c, each, each * times * size, packed, per_device, (*names, *packing), product)
+
+
+def packed_batch(
+    c: Conversion, each: int, step: int, packed: int, per_device: str, names: Sequence[str], product: str
+) -> None:
+    """The tokens of a step and of a forward pass, where a row there is a packed sequence.
+
+    Args:
+        c: the conversion.
+        each, step: packed sequences of a forward pass on a process, and of a step.
+        packed: the tokens of one.
+        per_device: the key of `each`.
+        names: the keys of `step`.
+        product: how it is computed, for the line's comment.
+    """
     unit = f"packed sequences of {packed} tokens: "
     c.put("actor.micro_batch_size", None, per_device, comment="rows are packed up to the number of tokens")
     c.put("actor.max_tokens_per_micro_batch", each * packed, per_device, comment=f"{each} × {packed} tokens")
-    c.put("actor.global_batch_tokens", each * times * size * packed, *names, *packing, comment=unit + product)
+    c.put("actor.global_batch_tokens", step * packed, *names, comment=unit + product)
     c.notes.append(
         f"a row of {c.trainer} is a packed sequence of {packed} tokens, so a step is given in tokens; the rows of a "
         "step, and the number of steps of an epoch, are about the same, not exactly"
     )
 
 
-def _origin(c: Conversion, name: str) -> str:
+def origin(c: Conversion, name: str) -> str:
+    """The comment of a line: the key, or that it is the other trainer's default."""
     return name if c.has(name) else f"{c.trainer}'s default ({name})"
 
 
@@ -215,6 +232,11 @@ def choose_optimizer(c: Conversion, name: str, options: str) -> None:
         _argument(c, options, key, value)
 
 
+OF_FUSED = (
+    *("master_weights", "store_param_remainders", "exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"),
+    *("bias_correction", "adam_w_mode"),
+)
+"""Arguments of fused Adam (Apex, Transformer Engine), for weights in half precision."""
 ADAM = {"beta1": "actor.optim.adam_beta1", "beta2": "actor.optim.adam_beta2", "eps": "actor.optim.adam_eps"}
 
 
@@ -228,6 +250,8 @@ def _argument(c: Conversion, options: str, key: str, value: object) -> None:
         c.put(ADAM[key], value, name)
     elif key in ("fused", "foreach", "capturable", "differentiable"):
         c.not_needed("the same numbers, chosen by torch", name)
+    elif key in OF_FUSED and value is not False:
+        c.not_needed("weights and states are fp32, the decay is AdamW's", name)
     elif key in ("momentum", "nesterov", "alpha", "dampening", "centered", "amsgrad", "lr_decay"):
         args = {**_args(c), key: value}
         c.put("actor.optim.args", args, name, comment=options)
@@ -238,6 +262,39 @@ def _argument(c: Conversion, options: str, key: str, value: object) -> None:
 def _args(c: Conversion) -> dict[str, object]:
     line = c.lines.get("actor.optim.args")
     return dict(line.value) if line is not None and isinstance(line.value, dict) else {}
+
+
+def component_optimizer(c: Conversion, kind: str, *, decays_all: bool) -> None:
+    """The section `optimizer`, which names a class and has its arguments.
+
+    Args:
+        c: the conversion.
+        kind: the key of the class.
+        decays_all: whether the weight decay is of norms and biases too.
+    """
+    options = c.get("optimizer")
+    options = dict(options) if isinstance(options, Mapping) else {}
+    name = str(options.pop(kind, "torch.optim.AdamW"))
+    flat = Conversion(c.trainer, {"optim": name, "args": {**options}}, c.base, c.target)
+    choose_optimizer(flat, "optim", "args")
+    for key, line in flat.lines.items():
+        c.put(key, line.value, comment=f"optimizer: {name}")
+    found = flat.outcomes.get("optim")
+    c.record(f"optimizer.{kind}", found.kind if found else Kind.DEFAULT, found.text if found else "AdamW")
+    for key in options:
+        inner = flat.outcomes.get(f"args.{key}")
+        if inner is not None and key not in ("lr", "weight_decay"):
+            c.record(f"optimizer.{key}", inner.kind, inner.text)
+    default = "the default of its class"
+    rate = 0.01 if name.endswith(("Adagrad", "RMSprop")) else 1e-3
+    comment = "optimizer.lr" if "lr" in options else default
+    c.put("actor.optim.lr", as_number(options.get("lr", rate)), "optimizer.lr", comment=comment)
+    decay = as_number(options.get("weight_decay", 0.01 if "AdamW" in name else 0.0))
+    comment = "optimizer.weight_decay" if "weight_decay" in options else default
+    c.put("actor.optim.weight_decay", decay, "optimizer.weight_decay", comment=comment)
+    if decay and decays_all:
+        groups = [{"pattern": ".", "weight_decay": decay}]
+        c.put("actor.optim.groups", groups, comment=f"{c.trainer} decays norms and biases too; shardtune does not")
 
 
 def interval(

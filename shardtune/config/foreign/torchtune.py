@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from shardtune.config.foreign import rules, torchtune_data
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.values import PRECISIONS, as_number, clip, is_on, listed, whole
+from shardtune.config.foreign.values import PRECISIONS, clip, is_on, listed, number, whole
 from shardtune.errors import ConfigError
 
 NAME = "torchtune"
@@ -68,13 +66,15 @@ TABLE: Table = {
     "fake_quant_after_n_steps": Missing("no training for quantisation"),
     "resume_from_checkpoint": Missing("the same command continues a run; checkpoints of others are not read"),
     "profiler": NotNeeded("runner.profile_steps: [FIRST, LAST] profiles steps"),
-    "enable_fp8_training": Missing("there is no FP8; actor.model.precision: bf16"),
-    "kd_loss": Missing("actor.loss: FILE.py:FUNCTION"),
-    "kd_ratio": Missing("actor.loss: FILE.py:FUNCTION"),
-    "teacher_model": Missing("one model is trained; write a worker: docs/add-a-model.md"),
+    "enable_fp8_training": By("actor.model.fp8.scaling: tensorwise"),
+    "fp8_recipe_name": By("actor.model.fp8.scaling: tensorwise (or rowwise, rowwise_with_gw_hp)"),
+    "kd_loss": By("actor.teacher.divergence: forward_kl (or reverse_kl, jensen_shannon)"),
+    "kd_ratio": By("actor.teacher.ce_share: SHARE"),
+    "teacher_model": By("actor.teacher.model_path: FOLDER"),
+    "teacher_checkpointer": By("actor.teacher.model_path: FOLDER"),
     **each(
         "log_peak_memory_stats log_level save_adapter_weights_only custom_sharded_layers memory_efficient_fsdp_wrap "
-        "low_cpu_ram collate_fn dataloader profile_memory use_distributed_state_dict fp8_recipe_name "
+        "low_cpu_ram collate_fn dataloader profile_memory use_distributed_state_dict "
         "epochs_run resume_from_step loss_parallel dataset_streaming",
         NotNeeded("it does not arise here, or changes no number"),
     ),
@@ -105,9 +105,13 @@ def convert(c: Conversion) -> None:
         shared=("tensor_parallel_dim", "context_parallel_dim"),
     )
     total = _length_of_run(c)
-    _optimizer(c)
+    is_lora = "lora" in str(c.get("model._component_"))
+    rules.component_optimizer(c, "_component_", decays_all=not is_lora)
+    if not c.has("clip_grad_norm"):
+        c.put("actor.optim.clip_grad", None, "clip_grad_norm", comment="clip_grad_norm: null, torchtune's default")
     _schedule(c, total)
     _model(c)
+    _teacher(c)
     torchtune_data.convert(c)
     _rest(c)
 
@@ -133,34 +137,6 @@ def _length_of_run(c: Conversion) -> int | None:
         c.put("runner.max_epochs", -1, comment="as many as the steps take")
         c.notes.append("with max_steps_per_epoch torchtune begins an epoch anew after so many steps; here it goes on")
     return total
-
-
-def _optimizer(c: Conversion) -> None:
-    options = c.get("optimizer")
-    options = dict(options) if isinstance(options, Mapping) else {}
-    name = str(options.pop("_component_", "torch.optim.AdamW"))
-    flat = Conversion(c.trainer, {"optim": name, "args": {**options}}, c.base, c.target)
-    rules.choose_optimizer(flat, "optim", "args")
-    for key, line in flat.lines.items():
-        c.put(key, line.value, comment=f"optimizer: {name}")
-    found = flat.outcomes.get("optim")
-    c.record("optimizer._component_", found.kind if found else Kind.DEFAULT, found.text if found else "AdamW")
-    for key in options:
-        inner = flat.outcomes.get(f"args.{key}")
-        if inner is not None and key not in ("lr", "weight_decay"):
-            c.record(f"optimizer.{key}", inner.kind, inner.text)
-    default = "the default of its class"
-    rate = 0.01 if name.endswith(("Adagrad", "RMSprop")) else 1e-3
-    comment = "optimizer.lr" if "lr" in options else default
-    c.put("actor.optim.lr", as_number(options.get("lr", rate)), "optimizer.lr", comment=comment)
-    decay = as_number(options.get("weight_decay", 0.01 if "AdamW" in name else 0.0))
-    comment = "optimizer.weight_decay" if "weight_decay" in options else default
-    c.put("actor.optim.weight_decay", decay, "optimizer.weight_decay", comment=comment)
-    if decay and "lora" not in str(c.get("model._component_")):
-        groups = [{"pattern": ".", "weight_decay": decay}]
-        c.put("actor.optim.groups", groups, comment="torchtune decays norms and biases too; shardtune does not")
-    if not c.has("clip_grad_norm"):
-        c.put("actor.optim.clip_grad", None, "clip_grad_norm", comment="clip_grad_norm: null, torchtune's default")
 
 
 def _schedule(c: Conversion, total: int | None) -> None:
@@ -244,6 +220,33 @@ def _lora(c: Conversion, builder: str) -> None:
     is_nf4 = builder.startswith("qlora_") or is_on(c.get("model.quantize_base"))
     base = "nf4" if is_nf4 else "bf16" if _dtype(c) == "bf16" else "auto"
     c.put("actor.model.lora.base_dtype", base, "model.quantize_base", comment="the frozen weights")
+
+
+DIVERGENCES = {"ForwardKL": "forward_kl", "ReverseKL": "reverse_kl"}
+
+
+def _teacher(c: Conversion) -> None:
+    """The teacher of its recipe for distillation, whose loss is (1 - kd_ratio) × cross-entropy + kd_ratio × kd_loss."""
+    if is_on(c.get("enable_fp8_training")):
+        recipe = c.get("fp8_recipe_name", "tensorwise")
+        c.put("actor.model.fp8.scaling", recipe, "enable_fp8_training", "fp8_recipe_name")
+    folder = c.get("teacher_checkpointer.checkpoint_dir")
+    if folder is None:
+        return
+    apart = ("teacher_checkpointer.checkpoint_dir", "kd_loss._component_")
+    inner = [name for name in c.given if name.startswith(("teacher_model.", "teacher_checkpointer.", "kd_loss."))]
+    c.not_needed("the teacher is read from its directory, the loss computed in parts", *(set(inner) - {*apart}))
+    c.put("actor.loss", "distill", comment="teacher_checkpointer")
+    c.put("actor.teacher.model_path", c.path(folder), "teacher_checkpointer.checkpoint_dir")
+    share = number(c.get("kd_ratio", 0.5))
+    comment = "1 - kd_ratio" if c.has("kd_ratio") else "torchtune's default (kd_ratio: 0.5)"
+    c.put("actor.teacher.ce_share", None if share is None else 1 - share, "kd_ratio", comment=comment)
+    loss = str(c.get("kd_loss._component_", "ForwardKLLoss")).rpartition(".")[2]
+    divergence = next((ours for theirs, ours in DIVERGENCES.items() if loss.startswith(theirs)), None)
+    if divergence is None:
+        c.missing("actor.teacher.divergence is forward_kl, reverse_kl or jensen_shannon", "kd_loss._component_")
+    else:
+        c.put("actor.teacher.divergence", divergence, "kd_loss._component_")
 
 
 def _rest(c: Conversion) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardtune.config.foreign import axolotl, llama_factory, torchtune, trl
+from shardtune.config.foreign import axolotl, llama_factory, nemo, torchtune, trl
 from shardtune.config.foreign.conversion import Conversion
 from shardtune.config.foreign.table import Table
 from shardtune.config.tree import get_value
@@ -28,12 +28,13 @@ class OtherTrainer:
     convert: Callable[[Conversion], None]
 
 
-TORCHTUNE = "torchtune"
+TORCHTUNE, NEMO = "torchtune", "nemo"
 TRAINERS: Mapping[str, OtherTrainer] = {
     "trl": OtherTrainer(trl.NAME, trl.TABLE, trl.MARKS, trl.convert),
     "axolotl": OtherTrainer(axolotl.NAME, axolotl.TABLE, axolotl.MARKS, axolotl.convert),
     "llama-factory": OtherTrainer(llama_factory.NAME, llama_factory.TABLE, llama_factory.MARKS, llama_factory.convert),
     TORCHTUNE: OtherTrainer(torchtune.NAME, torchtune.TABLE, (), torchtune.convert),
+    NEMO: OtherTrainer(nemo.NAME, nemo.TABLE, (), nemo.convert),
 }
 """By the word for `--from`; HALOs' names are read in recipes, so it is not among them."""
 FEWEST = 2
@@ -45,6 +46,8 @@ def recognise(tree: Mapping[str, object]) -> str | None:
         return None
     if any(isinstance(part, Mapping) and "_component_" in part for part in tree.values()):
         return TORCHTUNE
+    if "step_scheduler" in tree and any(isinstance(part, Mapping) and "_target_" in part for part in tree.values()):
+        return NEMO
     scores = {word: sum(get_value(tree, mark) is not None for mark in known.marks) for word, known in TRAINERS.items()}
     best = max(scores, key=lambda word: scores[word])
     others = sum(name in TRAINERS[best].table for name in tree)

@@ -67,7 +67,9 @@ TRAINING_ARGUMENTS: Table = {
     "group_by_length": NotNeeded("rows are packed, so their lengths need not be alike"),
     "ddp_timeout": To("runner.collective_timeout", whole_number("a number of seconds")),
     "neftune_noise_alpha": To("actor.neftune_alpha", as_number, note="a row's length is its own, without padding"),
-    "optim_target_modules": Missing("optimizers are classes of torch.optim; actor.optim.groups sets rates by name"),
+    "optim_target_modules": Missing(
+        "actor.optim.name: package.module:Class is any optimizer; actor.optim.groups sets rates by name"
+    ),
     "auto_find_batch_size": Missing("a run that does not fit names what would: lower actor.micro_batch_size"),
     "eval_delay": Missing("evaluations begin at once; leave it out", (None, False, 0)),
     "save_only_model": Missing("a checkpoint always holds all that continues the run; final/ is the model alone"),

@@ -28,6 +28,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
     **{name: {"actor.optim.name": "AdamW"} for name in _ADAMW},
     **{name: {"actor.optim.name": "AdamW", "actor.optim.state_dtype": "int8"} for name in _EIGHT_BITS},
     "adamw_anyprecision": {"actor.optim.name": "AdamW", "actor.optim.state_dtype": "bf16"},
+    "fusedadam": {"actor.optim.name": "AdamW"},
     "adam": {"actor.optim.name": "Adam"},
     "sgd": {"actor.optim.name": "SGD"},
     "adagrad": {"actor.optim.name": "Adagrad"},
@@ -36,7 +37,8 @@ OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
 }
 """Names of optimizers, in lower case."""
 NO_OPTIMIZER = (
-    "actor.optim.name is a class of torch.optim; AdamW is the default, with actor.optim.state_dtype: int8 small"
+    "actor.optim.name is a class of torch.optim, or of a package, package.module:Class, with actor.optim.args; AdamW "
+    "is the default, with actor.optim.state_dtype: int8 small"
 )
 PRECISIONS = {
     **dict.fromkeys(("bfloat16", "bf16"), "bf16"),

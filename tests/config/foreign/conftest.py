@@ -18,6 +18,7 @@ FILES = {
     "axolotl.yaml": "Axolotl",
     "llama_factory.yaml": "LLaMA-Factory",
     "torchtune.yaml": "torchtune",
+    "nemo.yaml": "NeMo Automodel",
     "halos.yaml": "HALOs",
 }
 SMALLEST: dict[str, dict[str, Any]] = {
@@ -33,6 +34,18 @@ SMALLEST: dict[str, dict[str, Any]] = {
         "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "org/model"},
         "dataset": {"_component_": "torchtune.datasets.chat_dataset", "source": "org/rows"},
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5},
+    },
+    "nemo": {
+        "step_scheduler": {"global_batch_size": 8},
+        "model": {
+            "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
+            "pretrained_model_name_or_path": "org/model",
+        },
+        "dataset": {
+            "_target_": "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset",
+            "path_or_dataset_id": "org/rows",
+        },
+        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 2e-5},
     },
 }
 """The fewest keys of each trainer."""

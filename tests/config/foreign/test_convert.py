@@ -1,4 +1,4 @@
-"""Whole configurations of five trainers as recipes: no key is lost, and what is written loads."""
+"""Whole configurations of six trainers as recipes: no key is lost, and what is written loads."""
 
 from __future__ import annotations
 
@@ -84,6 +84,8 @@ def test_the_fewest_keys_are_enough_and_an_empty_value_is_the_default(of, traine
         ("axolotl", {"rl": "dpo"}, "rl: dpo"),
         ("llama-factory", {"stage": "dpo"}, "stage: dpo"),
         ("torchtune", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss"),
+        ("nemo", {"recipe": "TrainEagle3Recipe"}, "TrainEagle3Recipe"),
+        ("nemo", {"recipe": {"_target_": "nemo_automodel.recipes.retrieval.TrainBiEncoderRecipe"}}, "embedding or"),
     ],
 )
 def test_what_is_no_fine_tuning_is_refused(of, trainer: str, changes: dict[str, object], what: str):
@@ -114,11 +116,11 @@ def test_the_command_writes_reports_and_keeps_what_is_there(tmp_path: Path, monk
 def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
     (tmp_path / "x.yaml").write_text("a: 1\nb: 2\n")
     with pytest.raises(
-        ConfigError, match=r"not recognised(.|\n)*--from trl, axolotl, llama-factory, torchtune or halos"
+        ConfigError, match=r"not recognised(.|\n)*--from trl, axolotl, llama-factory, torchtune, nemo or halos"
     ):
         convert(CommandLine(tmp_path / "x.yaml"))
-    with pytest.raises(ConfigError, match="nemo is not a known trainer"):
-        convert(CommandLine(tmp_path / "x.yaml"), "nemo")
+    with pytest.raises(ConfigError, match="titan is not a known trainer"):
+        convert(CommandLine(tmp_path / "x.yaml"), "titan")
 
 
 def test_the_tokens_of_a_packed_step_and_the_rows_of_another(of):

@@ -352,3 +352,32 @@ def test_a_broken_dataset_info_is_an_error(of, tmp_path: Path):
     (tmp_path / "dataset_info.json").write_text("{")
     with pytest.raises(ConfigError, match=r"dataset_info\.json cannot be read"):
         of("llama-factory", dataset="mine", dataset_dir=".")
+
+
+# -- Teachers and eight bits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "divergence"),
+    [("ForwardKLLoss", "absent"), ("ReverseKLWithChunkedOutputLoss", "reverse_kl"), ("SymmetricKLLoss", "absent")],
+)
+def test_a_teacher_of_torchtune_is_distilled(of, loss: str, divergence: str):
+    teacher = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "org/large"}
+    given = {"teacher_model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"}, "teacher_checkpointer": teacher}
+    found = of("torchtune", **given, kd_loss={"_component_": f"torchtune.modules.loss.{loss}"}, kd_ratio=0.25)
+    assert value(found, "actor.loss") == "distill"
+    assert value(found, "actor.teacher.model_path") == "org/large"
+    assert value(found, "actor.teacher.ce_share") == 0.75
+    assert value(found, "actor.teacher.divergence") == divergence
+    kind = found.conversion.outcomes["kd_loss._component_"].kind
+    assert kind is (
+        Kind.MISSING if loss == "SymmetricKLLoss" else Kind.DEFAULT if divergence == "absent" else Kind.TRANSLATED
+    )
+    assert "does not load" not in found.report
+
+
+def test_fp8_of_torchtune_is_that_of_torchao(of):
+    found = of("torchtune", enable_fp8_training=True, fp8_recipe_name="rowwise")
+    assert value(found, "actor.model.fp8.scaling") == "rowwise"
+    assert value(of("torchtune", enable_fp8_training=True), "actor.model.fp8.scaling") == "tensorwise"
+    assert value(of("torchtune", enable_fp8_training=False), "actor.model.fp8.scaling") == "absent"

@@ -184,3 +184,16 @@ def test_the_command_of_trl_takes_options_of_accelerate() -> None:
     assert (kinds(found)["num_processes"], kinds(found)["accelerate_config"]) == (Kind.TRANSLATED, Kind.MISSING)
     found = of(f"trl sft {FLAGS} --accelerate_config acc.yaml", acc=FSDP)
     assert (value(found, ROWS), value(found, OFFLOAD)) == (8 * 16, True)
+
+
+@pytest.mark.parametrize(("used", "rows", "tensor"), [(True, 4, 2), (False, 16, "absent")])
+def test_processes_that_share_rows_by_accelerate_count_once(used: bool, rows: int, tensor: object):
+    sizes = {f"parallelism_config_{name}_size": 2 for name in ("dp_shard", "tp", "cp")}
+    file = {"num_processes": 8, "distributed_type": "FSDP", "parallelism_config": sizes, "fsdp_config": {}}
+    file |= {} if used else {"use_parallelism_config": False}
+    started = f"accelerate launch --config_file a.yaml sft.py {FLAGS} --per_device_train_batch_size 2"
+    found = of(started, a=file)
+    assert value(found, ROWS) == rows
+    assert value(found, RANKS) == 8
+    assert [value(found, f"actor.parallel.{name}") for name in ("tensor", "sequence", "data_shard")] == [tensor] * 3
+    assert "does not load" not in found.report

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from transformers import TrainingArguments
 
 from shardtune.config import KEYS
+from shardtune.config.foreign import (
+    axolotl_keys,
+    launch_keys,
+    llama_factory,
+    nemo,
+    torchtune,
+    training_arguments,
+    trl,
+)
 from shardtune.config.foreign.hints import hint
 from shardtune.config.foreign.launch_keys import PREFIXES, SHORT, SWITCHES, TABLES
 from shardtune.config.foreign.rows import ROLES
@@ -31,6 +44,29 @@ def test_each_entry_names_keys_that_exist():
         for key in OURS.findall(text[type(entry)](entry)):
             assert key in KEYS, f"{word}: {name} names {key}"
     assert len(ENTRIES) > 700
+
+
+def test_no_name_stands_twice_in_a_table():
+    """The second entry would replace the first one without a word."""
+    for module in (axolotl_keys, launch_keys, llama_factory, nemo, torchtune, training_arguments, trl):
+        tree = ast.parse(Path(module.__file__).read_text())
+        tables = [node.value for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and _is_table(node)]
+        assert tables
+        for table in tables:
+            names = Counter(name for name in _names(table))
+            assert not [name for name, count in names.items() if count > 1], module.__name__
+
+
+def _is_table(node: ast.AnnAssign) -> bool:
+    return isinstance(node.annotation, ast.Name) and node.annotation.id == "Table" and isinstance(node.value, ast.Dict)
+
+
+def _names(table: ast.Dict) -> Iterator[str]:
+    for key, value in zip(table.keys, table.values, strict=True):
+        if isinstance(key, ast.Constant):
+            yield str(key.value)
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "each":
+            yield from ast.literal_eval(value.args[0]).split()
 
 
 def test_the_names_of_roles_are_those_that_rows_may_have():
