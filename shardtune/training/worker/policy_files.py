@@ -15,6 +15,7 @@ from shardtune.models.adapter import Adapter
 POLICY_FILE = "policy.json"
 """Beside the weights: the parts of the run's recipe that describe the model and its input."""
 KEPT: Mapping[str, tuple[str, ...]] = {
+    "runner": ("seed",),  # a low-rank adapter may stand on weights that are drawn
     "actor": ("model", "tokenizer", "worker"),
     "data": (
         *("chat_template", "template_kwargs", "on_prompt_mismatch", "system_prompt", "max_length", "on_too_long"),
@@ -22,7 +23,7 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     ),
     "eval": ("action_steps", "temporal_ensembling"),
 }
-"""The keys of the recipe, by section. Data, training and machine have no part in it."""
+"""The keys of the recipe, by section. Data, optimizer and machine have no part in it."""
 
 
 def policy_files(recipe: Recipe, adapter: Adapter) -> dict[str, object]:
