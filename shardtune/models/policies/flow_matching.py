@@ -179,12 +179,8 @@ class FlowPolicy(Policy):
                     where=f"{KEY}.max_{what}_dim",
                     remedy=f"set it to {size} or more",
                 )
-        if not self.features.cameras:
-            raise ConfigError(
-                "the data have no images, and the policy sees by them",
-                where=f"{KEY}.input_features",
-                remedy="name their columns in data.columns, or choose a policy without images: act, diffusion",
-            )
+        if all(name.startswith(EMPTY) for name in self.features.cameras):
+            raise _blind()
         model = FlowModule(self.network())
         idle = self.unread(model.model)
         for part in (*idle, *self.frozen(model.model)):
@@ -198,7 +194,10 @@ class FlowPolicy(Policy):
     @property
     def features(self) -> Features:
         if self._found is None:
-            self._found = _with_empty(super().features, self.options.empty_cameras)
+            found = super().features
+            if not found.cameras:
+                raise _blind()
+            self._found = _with_empty(found, self.options.empty_cameras)
         return self._found
 
     @cached_property
@@ -240,9 +239,11 @@ class FlowPolicy(Policy):
         fields = {STATE: state, PRESENT: np.array([camera_of(name) in images for name in features.cameras])}
         lacking = [camera_of(name) for name in features.cameras if not name.startswith(EMPTY)]
         lacking = [camera for camera in lacking if camera not in images]
-        if len(lacking) > self.options.empty_cameras or not fields[PRESENT].any():
+        if not fields[PRESENT].any():
+            raise ValueError(f"there is no camera {', '.join(lacking)}, and the policy needs one at least")
+        if len(lacking) > self.options.empty_cameras:
             raise ValueError(
-                f"there is no camera {', '.join(lacking)}, only {', '.join(images) or 'none'} "
+                f"there is no camera {', '.join(lacking)}, only {', '.join(images)} "
                 f"({KEY}.empty_cameras: {len(lacking)} lets the policy do without)"
             )
         for name, (height, width) in features.cameras.items():
@@ -397,6 +398,14 @@ class FlowPolicy(Policy):
         if self._directory is None and self.options.load_vlm_weights:
             return self.backbone_source()
         return super().initial_weights()
+
+
+def _blind() -> ConfigError:
+    return ConfigError(
+        "the data have no images, and the policy sees by them",
+        where=f"{KEY}.input_features",
+        remedy="name their columns in data.columns, or choose a policy without images: act, diffusion",
+    )
 
 
 def _with_empty(features: Features, number: int) -> Features:

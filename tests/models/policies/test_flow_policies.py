@@ -241,12 +241,26 @@ def test_what_cannot_be_built_is_refused(folder: Path, kind: str, options: dict[
         policy_of(recipe(folder, kind, options=options)).build()
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_data_without_a_camera_are_refused(folder: Path, number: int) -> None:
+    """A camera that may be missing is none that there is."""
+    blind = (replace(one, images={}) for one in episodes(1))
+    source = write_lerobot(folder / f"blind-{number}", blind, fps=10, action_names=NAMES)
+    values = recipe(folder, "smolvla", options={"empty_cameras": number})
+    values["data"]["train_data_paths"] = str(source)
+    with pytest.raises(ConfigError, match="the data have no images"), torch.device("meta"):
+        policy_of(values).build()
+
+
 def test_an_observation_without_a_camera_or_an_instruction_is_refused(folder: Path) -> None:
     adapter = policy_of(recipe(folder, "smolvla"))
     act = adapter.policy(adapter.root(adapter.build().eval()), torch.device("cpu"))
     seen: Any = observation()
     with pytest.raises(ModelError, match=r"no camera top, only wrist .*empty_cameras: 1 lets the policy do without"):
         act([observation(images={"wrist": seen["images"]["wrist"]})])
+    lenient = policy_of(recipe(folder, "smolvla", options={"empty_cameras": 2}))
+    with pytest.raises(ModelError, match="there is no camera top, wrist, and the policy needs one at least"):
+        lenient.check_observation(observation(images={}))
     with pytest.raises(ModelError, match="the instruction is empty"):
         act([observation(instruction=" ")])
     with pytest.raises(ModelError, match=r"the instruction has 60\d tokens, and 48 are read: give .*_max_length: 60\d"):
