@@ -58,6 +58,11 @@ class ActingAdapter(Adapter):
         return normalizer_of(self.normalizers, self.recipe.actor.model.unnorm_key)
 
     @property
+    def used_normalizers(self) -> Mapping[str, Normalizer]:
+        """Those of `normalizers` that the first lines of a run name, by data set: all that rows may use."""
+        return self.normalizers
+
+    @property
     def normalizes(self) -> bool:
         """Whether the adapter or its recipe names a mode."""
         return bool({**self.normalization_mapping, **(self.recipe.actor.model.normalization_mapping or {})})
@@ -100,7 +105,7 @@ class ActingAdapter(Adapter):
 
     def notes(self) -> Sequence[str]:
         found = []
-        for name, one in self.normalizers.items() if self.normalizes else ():
+        for name, one in self.used_normalizers.items() if self.normalizes else ():
             modes = ", ".join(f"{kind} {mode}" for kind, mode in one.mapping.items())
             mask = one.actions.mask
             kept = left_as_is({}, None if mask is None else mask.tolist())

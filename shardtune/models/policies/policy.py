@@ -25,6 +25,7 @@ from shardtune.models.action.environment import Observation
 from shardtune.models.action.environment import Policy as ActFunction
 from shardtune.models.action.normalizer import Normalizer
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE, recipe_normalizers
+from shardtune.models.action.tokens import choose_key
 from shardtune.models.adapter import AdapterRoot, WeightSource
 from shardtune.models.options import KEY
 from shardtune.models.policies import lerobot_files
@@ -88,7 +89,11 @@ class Policy(ActingAdapter):
 
     def notes(self) -> Sequence[str]:
         frames = FrameOptions(self.action_chunk, self.observation_steps)
-        return [*super().notes(), *unseen(self.recipe, self.train_data, frames, self.features)]
+        (used,) = self.used_normalizers
+        others = [name for name in self.normalizers if name != used]
+        shared = [f"rows of {', '.join(others)} are normalised by the statistics of {used}, as model.unnorm_key says"]
+        seen = unseen(self.recipe, self.train_data, frames, self.features)
+        return [*super().notes(), *(shared if others else ()), *seen]
 
     @property
     def action_steps(self) -> int:
@@ -159,6 +164,12 @@ class Policy(ActingAdapter):
                 else recipe_normalizers(self.recipe, mapping, self.action_chunk, self.train_data)
             )
         return self._normalizers
+
+    @property
+    def used_normalizers(self) -> Mapping[str, Normalizer]:
+        """The one by which all rows are normalised, as there is one in LeRobot's files."""
+        name = choose_key(self.normalizers, self.recipe.actor.model.unnorm_key)
+        return {name: self.normalizers[name]}
 
     @property
     def normalizes(self) -> bool:

@@ -284,3 +284,12 @@ def test_what_a_policy_does_not_see_is_named(folder: Path) -> None:
     note = "of light the policy does not see the camera wrist: not in actor.model.options.input_features"
     assert note in blind.notes()
     assert not any("not see" in note for note in find_adapter(load_recipe(recipe(folder, "act"))).notes())
+
+
+def test_which_statistics_several_data_sets_have_is_said(folder: Path) -> None:
+    """A policy of LeRobot's has those of one."""
+    values = recipe(folder, "act", unnorm_key="light")
+    values["data"]["train_data_paths"] = [str(folder / "light"), str(folder / "other")]
+    notes = policy_of(values).notes()
+    assert "rows of other are normalised by the statistics of light, as model.unnorm_key says" in notes
+    assert not any(note.startswith("other is normalised") for note in notes)
