@@ -126,9 +126,11 @@ def start(request: Request, train: Callable[..., None], report: Callable[[str], 
             + (f" --by {by}" if by != "local" else "")
             + " shows how to start it",
         )
-    keys = _keys(request, by)
-    report(f"here, by: shardtune train {shlex.join([*filter(None, [request.recipe]), *request.overrides, *keys])}")
-    train(request.recipe, *request.overrides, *keys)
+    from shardtune.config.overrides import with_keys
+
+    overrides = with_keys(request.overrides, _keys(request, by))
+    report(f"here, by: shardtune train {shlex.join([*filter(None, [request.recipe]), *overrides])}")
+    train(request.recipe, *overrides)
 
 
 def _submits(request: Request) -> bool:

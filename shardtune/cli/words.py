@@ -20,12 +20,19 @@ FORMS: Mapping[str, str] = {"runner.push_to_hub": "OWNER/NAME"}
 
 
 def split_words(words: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """The recipe, if one is named, and the overrides; the recipe is the first word that is no `key=value`."""
+    """The recipe, if one is named, and the overrides; the recipe is the first word that is no `key=value`.
+
+    Raises:
+        ConfigError: the overrides give a key two values.
+    """
     given = list(words or ())
     recipe = next((word for word in given if not is_override(word)), None)
-    if recipe is None:
-        return None, given
-    given.remove(recipe)
+    if recipe is not None:
+        given.remove(recipe)
+    if len(given) > 1:
+        from shardtune.config.overrides import refuse_repeated
+
+        refuse_repeated(given)
     return recipe, given
 
 

@@ -200,7 +200,7 @@ def _refuse_two_names(parsed: Sequence[Override]) -> None:
         if override.key in GROUPS and _chooses_group(override) and override.key not in LISTS:
             continue
         theirs = {**ALIASES, **IN_ROWS}.get(override.key)
-        ours = theirs or present_key(override.key)
+        ours = _present(override.key)
         other = given.setdefault(ours, override)
         of_halos = theirs is not None or other.key in {**ALIASES, **IN_ROWS}
         if other.name != override.name and (of_halos or other.value != override.value):
@@ -210,6 +210,61 @@ def _refuse_two_names(parsed: Sequence[Override]) -> None:
                 where=f"overrides {other.text} and {override.text}",
                 remedy="keep one of them",
             )
+
+
+def refuse_repeated(texts: Sequence[str]) -> None:
+    """Refuse a command line that gives a key two values, of which the last would count.
+
+    Args:
+        texts: the overrides that a user typed, each as for `read_overrides`.
+
+    Raises:
+        ConfigError: two of them set one key, or a section and a key in it, to different values.
+    """
+    seen: list[tuple[str, object, Override]] = []
+    for override in _parse(texts):
+        chosen = f"group {override.key}" if _chooses_group(override) else None
+        for key, value in _leaves(chosen or _present(override.key), override.value):
+            for other_key, other_value, other in seen:
+                if _contradicts(key, value, other_key, other_value):
+                    raise ConfigError(
+                        f"{override.name} is given twice, as {as_written(other.value)} and {as_written(override.value)}"
+                        if override.name == other.name
+                        else f"{other.text} and {override.text} give two values of one key",
+                        where=f"overrides {other.text} and {override.text}",
+                        remedy="keep one of them",
+                    )
+            seen.append((key, value, override))
+
+
+def with_keys(overrides: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """A command's overrides with further ones, which replace those of the same keys."""
+    names = {_name(word) for word in keys}
+    return [*(word for word in overrides if _name(word) not in names), *keys]
+
+
+def _name(text: str) -> str:
+    return _present(text.partition("=")[0].lstrip("+"))
+
+
+def _present(key: str) -> str:
+    return {**ALIASES, **IN_ROWS}.get(key) or present_key(key)
+
+
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """The dotted keys that an override sets: those inside of a mapping, by themselves."""
+    if isinstance(value, dict) and value:
+        for name, each in value.items():
+            yield from _leaves(f"{key}.{name}", each)
+    else:
+        yield key, value
+
+
+def _contradicts(key: str, value: object, other_key: str, other_value: object) -> bool:
+    """Whether the later of two keys replaces the earlier one; a section is set to null before keys in it."""
+    if key == other_key:
+        return type(value) is not type(other_value) or value != other_value
+    return other_key.startswith(f"{key}.") or (key.startswith(f"{other_key}.") and other_value not in (None, {}))
 
 
 def _as_layer(override: Override) -> Layer:

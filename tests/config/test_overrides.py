@@ -2,8 +2,9 @@
 
 import pytest
 
+from shardtune.cli.words import split_words
 from shardtune.config import load_recipe
-from shardtune.config.overrides import GROUPS, PLAIN, options, plain_value
+from shardtune.config.overrides import GROUPS, PLAIN, options, plain_value, with_keys
 from shardtune.errors import ConfigError
 
 
@@ -125,6 +126,40 @@ def test_both_names_of_a_key_are_an_error(load, overrides, ours):
         load(*overrides)
     assert ours in str(error.value)
     assert all(override in str(error.value) for override in overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("optim.lr=1 optim.lr=2", "optim.lr is given twice, as 1 and 2"),
+        ("lr=1 lr=2", "lr is given twice, as 1 and 2"),
+        ("+optim.lr=1 actor.optim.lr=2", "+optim.lr=1 and actor.optim.lr=2 give two values of one key"),
+        ("optim={lr:1} optim.lr=2", "optim={lr:1} and optim.lr=2 give two values of one key"),
+        ("optim.lr=2 optim=null", "optim.lr=2 and optim=null give two values of one key"),
+        ("optim.args={a:1} optim.args.a=2", "optim.args={a:1} and optim.args.a=2 give two values of one key"),
+        ("datasets=[alpaca] datasets=[ultrachat]", "datasets is given twice, as [alpaca] and [ultrachat]"),
+        ("data=a.jsonl data=b.jsonl", "data is given twice, as a.jsonl and b.jsonl"),
+        ("optim.lr=1 optim.lr=1", None),
+        ("optim.lr=1 optim.adam_eps=2", None),
+        ("optim=null optim.lr=2", None),
+        ("optim.args={a:1} optim.args={b:2}", None),
+        ("model=llama model.model_path=some/where", None),
+    ],
+)
+def test_a_command_line_with_two_values_of_a_key_is_an_error(words, message):
+    texts = words.split()
+    if message is None:
+        assert split_words(["recipe.yaml", *texts]) == ("recipe.yaml", texts)
+        return
+    with pytest.raises(ConfigError) as error:
+        split_words(["recipe.yaml", *texts])
+    assert error.value.what == message
+
+
+def test_keys_that_are_added_to_a_command_replace_its_own():
+    command = ["train", "recipe.yaml", "+runner.nproc_per_node=2", "exp_name=a", "optim.lr=1"]
+    added = ["runner.nproc_per_node=1", "runner.logger.experiment_name=b"]
+    assert with_keys(command, added) == ["train", "recipe.yaml", "optim.lr=1", *added]
 
 
 def test_the_wandb_switch_works_on_the_recipes_own_backends(load_text):

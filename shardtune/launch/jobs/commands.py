@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.overrides import with_keys
 from shardtune.config.paths import ALL_KEYS
 from shardtune.config.rank_layout import Layout
 from shardtune.config.typed_paths import TYPED
@@ -207,12 +208,12 @@ def _container_file(write: Callable[[Job], str], recipe: Recipe, hosts: Hosts, c
 def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
     keys = _ray_keys(recipe, hosts)
     if hosts.nodes == 1:
-        words = shlex.join([*command, *keys])
+        words = shlex.join(with_keys(command, keys))
         return f"# Ray: a cluster of this machine alone, started and ended with the run\nshardtune {words}"
     keys.append("runner.ray.address=auto")
     train, recipe_file, *overrides = command
     log_path = f"runner.logger.log_path={recipe.runner.logger.log_path}"
-    job = ["shardtune", train, str(Path(recipe_file).absolute()), *overrides, *keys, log_path]
+    job = ["shardtune", train, str(Path(recipe_file).absolute()), *with_keys(overrides, [*keys, log_path])]
     if any(str(recipe.where(key)).startswith(TYPED) for key in ALL_KEYS):  # typed paths start at the working directory
         job = ["env", "-C", str(Path.cwd()), *job]
     return "\n".join([
@@ -225,7 +226,7 @@ def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
         "export RAY_AUTH_MODE=token",
         "ray start --address=first-host:6379",
         "# then on the first host; ray stop on each host ends the cluster",
-        f"shardtune {shlex.join([*command, *keys])}",
+        f"shardtune {shlex.join(with_keys(command, keys))}",
         "# or as a job, on the first host too; paths are absolute, because a job has a directory of its own",
         f"ray job submit --address=http://127.0.0.1:8265 -- {shlex.join(job)}",
     ])  # fmt: skip

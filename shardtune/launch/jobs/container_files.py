@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import indent
 
 from shardtune.config import Recipe
+from shardtune.config.overrides import with_keys
 from shardtune.config.values import LOGGER_EXTRAS
 from shardtune.errors import Interrupted, ShardtuneError
 from shardtune.launch.torchrun import TORCHRUN
@@ -145,7 +146,7 @@ CMD ["shardtune", "env"]"""
 
 def ray_job(job: Job) -> str:
     """KubeRay's RayJob: the launcher on a head without ranks, a worker pod for each host."""
-    launch = f"cd {VOLUME} && exec shardtune {shlex.join([*job.command, *job.ray])}"
+    launch = f"cd {VOLUME} && exec shardtune {shlex.join(with_keys(job.command, job.ray))}"
     workers = _container(job, "worker", extra=_hook() + _probe(job))
     head = _container(job, "head", extra="", ranks=False)
     return f"""\

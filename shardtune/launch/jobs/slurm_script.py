@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtune.config import Recipe
+from shardtune.config.overrides import with_keys
 from shardtune.errors import ConfigError
 
 TASK = "$SLURM_ARRAY_TASK_ID"
@@ -118,7 +119,7 @@ def task_overrides(overrides: Sequence[str], name: str) -> list[str]:
         name: the recipe's `runner.logger.experiment_name`.
     """
     named = any(word.startswith(f"{NAME_KEY}=") and TASK in word for word in overrides)
-    return [*overrides] if named else [*overrides, f"{NAME_KEY}={name}-{TASK}"]
+    return [*overrides] if named else with_keys(overrides, [f"{NAME_KEY}={name}-{TASK}"])
 
 
 def first_task(words: Sequence[str], array: str) -> list[str]:
