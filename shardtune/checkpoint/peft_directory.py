@@ -70,10 +70,16 @@ def load_adapter(model: nn.Module, directory: str | Path) -> None:
         directory: as PEFT saves it.
 
     Raises:
-        ModelError: tensors missing, without a place, or of another shape.
+        ModelError: tensors missing, without a place, or of another shape; two for weights that are one here.
     """
+    read: dict[int, WeightTensor] = {}
     for target, source in check_adapter(model, directory):
         shard = shard_of(target)
+        first = read.setdefault(id(target), source)
+        if first is not source and shard.local.numel():
+            parts = [each.read_slice(shard.offsets, shard.local.shape) for each in (first, source)]
+            if not torch.equal(*parts):
+                raise _apart([first.name, source.name], "the adapter has weights of its own for each", source.file)
         source.read_into(shard.local, shard.offsets)
 
 
@@ -96,10 +102,15 @@ def check_adapter(model: nn.Module, directory: str | Path) -> list[tuple[torch.T
         if base.layer is None and key in stored and key not in places:
             places[key] = base.own_name
             own[base.own_name] = base.tensor
+    lacking = [key for key in places if key not in stored]
+    for key in lacking:
+        of_one = [other for other in places if places[other] == places[key]]
+        if kept := [other for other in of_one if other in stored]:
+            raise _apart([*kept, key], f"the adapter has {kept[0].removeprefix(PREFIX)} alone", file)
     complaints = [
         f"{len(names)} {what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
         for what, names in (
-            ("not in it", [key for key in places if key not in stored]),
+            ("not in it", lacking),
             ("without a place in the model", [key for key in stored if key not in places]),
         )
         if names
@@ -114,6 +125,19 @@ def check_adapter(model: nn.Module, directory: str | Path) -> list[tuple[torch.T
             remedy="give the base model that it was trained with as actor.model.model_path",
         )
     return [(own[name], stored[key]) for key, name in places.items()]
+
+
+def _apart(keys: list[str], what: str, file: Path) -> ModelError:
+    """The error about an adapter beside which PEFT has trained one of several weights that are one in the base."""
+    *others, last = [key.removeprefix(PREFIX) for key in keys]
+    return ModelError(
+        f"{', '.join(others)} and {last} share their weights in this base (tied embeddings), and here they stay one; "
+        f"{what}: PEFT trained them apart (modules_to_save without ensure_weight_tying)",
+        where=str(file),
+        remedy="give a base without tied weights as actor.model.model_path: load it in transformers, set "
+        "model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone()) and "
+        "model.config.tie_word_embeddings = False, and save it; or train the adapter with ensure_weight_tying=True",
+    )
 
 
 @torch.no_grad()

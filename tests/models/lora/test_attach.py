@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from shardtune.batch.seeds import derive_seed
 from shardtune.checkpoint.hf_load import load_weights
 from shardtune.config import LoraConfig, load_recipe
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.models.lora.attach import (
     adapter_config,
     attach_adapter,
@@ -605,3 +605,24 @@ def test_a_model_that_is_frozen_whole_is_adapted_as_if_it_were_not() -> None:
     thawed = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.LayerNorm(2))
     with pytest.raises(ConfigError, match=r"no linear layer to adapt: requires_grad_\(False\) has frozen 1 \(0, …\)"):
         attach_adapter(thawed, LoraConfig(r=2))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["embed_tokens"], "the adapter has model.embed_tokens.weight alone"),
+        (["lm_head"], "the adapter has lm_head.weight alone"),
+        (["embed_tokens", "lm_head"], "the adapter has weights of its own for each"),
+    ],
+)
+def test_an_adapter_that_parts_tied_weights_is_refused(names: list[str], message: str, tmp_path: Path) -> None:
+    model = saved("qwen2_tied", tmp_path / "base")
+    made = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=names))
+    with torch.no_grad():
+        next(weight for name, weight in made.named_parameters() if f"{names[0]}.modules_to_save" in name).add_(1.0)
+    made.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(ModelError, match=message) as error:
+        adapted(tmp_path / "base", LoraConfig(load_from=str(tmp_path / "adapter")), adapter=tmp_path / "adapter")
+    assert "share their weights in this base" in error.value.what
+    assert "tie_word_embeddings = False" in str(error.value.remedy)
