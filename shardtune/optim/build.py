@@ -21,10 +21,15 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer, ParamGroup
 from shardtune.optim.muon import MATRICES, MuonWithAdamW
 from shardtune.optim.named_class import is_of_torch, optimizer_class, way_of
-from shardtune.optim.sharded import OfParts, OfWhole
+from shardtune.optim.sharded import OfParts, OfWhole, plain_step
 
 FUSED_ON_GPUS = ("AdamW", "Adam", "SGD")
 """Classes of torch with a fused kernel for CUDA."""
+TRUTH = re.compile(r"<class 'bool'>|bool|(typing\.)?optional\[bool\]|bool \| none")
+NUMBER = re.compile(r"(<class ')?(int|float)('>)?|int \| float|float \| int|")
+"""How parameters are declared that are true or false, and numbers."""
+KERNELS = ("capturable", "foreach", "fused")
+"""Arguments that choose a kernel, which the device of the run may have and that of the trial may not."""
 KNOWN = "known_lr"
 """Of a group that is watched: the rate that was set, or used by a step, last."""
 
@@ -61,8 +66,36 @@ def _arguments(name: str, config: OptimConfig) -> ParamGroup:
                 remedy=f"it takes {', '.join(sorted(further)) or 'none'}; lr, weight_decay and adam_* are keys of "
                 "actor.optim",
             )
+        if key in parameters:
+            _check_type(shown, parameters[key], value)
         values[key] = tuple(value) if isinstance(value, list) else value
+    if not decays and any(group.weight_decay is not None for group in config.groups):
+        raise ConfigError(
+            f"the weight_decay of an entry of actor.optim.groups has no effect: {shown} does not take it",
+            where="actor.optim.groups",
+            remedy="leave it out, or use another optimizer",
+        )
     return values
+
+
+def _check_type(shown: str, parameter: inspect.Parameter, value: object) -> None:
+    """Refuse text for a truth value, which would be true whatever it says, and a truth value for a number."""
+    default = parameter.default
+    declared = "" if parameter.annotation is parameter.empty else str(parameter.annotation).lower()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if TRUTH.fullmatch(declared) or (not declared and isinstance(default, bool)):
+        right, allowed = isinstance(value, bool) or value is default, "true or false"
+    elif isinstance(default, int | float) and not isinstance(default, bool) and NUMBER.fullmatch(declared):
+        whole = "int" in declared and "float" not in declared
+        right, allowed = is_number and not (whole and value != int(value)), "a whole number" if whole else "a number"
+    else:
+        return
+    if not right:
+        raise ConfigError(
+            f"actor.optim.args.{parameter.name}: {as_written(value)} is not allowed: {shown} takes {allowed}",
+            where="actor.optim.args",
+            remedy=f"write {allowed}",
+        )
 
 
 def check_optimizer(config: OptimConfig, layout: Layout) -> None:
@@ -75,6 +108,8 @@ def check_optimizer(config: OptimConfig, layout: Layout) -> None:
     arguments = _arguments(config.name, config)
     stand_in = nn.Parameter(torch.zeros(1, 1))
     _make(config.name, [{"params": [stand_in], "lr": config.lr}], arguments)
+    if config.args and is_of_torch(config.name):
+        _try_step(config.name, stand_in, {key: value for key, value in arguments.items() if key not in KERNELS})
     way = way_of(config.name, arguments)
     if way == "parts" or layout.num_ranks == 1:
         return
@@ -91,6 +126,15 @@ def check_optimizer(config: OptimConfig, layout: Layout) -> None:
         where="actor.optim.name",
         remedy=remedy,
     )
+
+
+def _try_step(name: str, stand_in: nn.Parameter, arguments: ParamGroup) -> None:
+    optimizer = _make(name, [{"params": [stand_in]}], arguments)
+    stand_in.grad = torch.ones(1, 1)
+    try:
+        plain_step(optimizer)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise _refused(name, error) from error
 
 
 def _group_of(name: str, ndim: int, config: OptimConfig) -> tuple[float, float]:
@@ -127,13 +171,13 @@ def build_optimizer(
     """
     kind = optimizer_class(config.name)
     arguments = _arguments(config.name, config)
-    for group in config.groups:
-        if not any(re.search(as_pattern(group.pattern), name) for name in parameters):
-            raise ConfigError(
-                f"actor.optim.groups: the pattern {as_written(group.pattern)} matches no trainable parameter",
-                where="actor.optim.groups",
-                remedy=f"names look like {', '.join(list(parameters)[:3])}",
-            )
+    _check_groups(config, parameters)
+    if arguments.get("capturable") and any(parameter.device.type == "cpu" for parameter in parameters.values()):
+        raise ConfigError(
+            "actor.optim.args.capturable: true is for parameters on GPUs",
+            where="actor.optim.args",
+            remedy="leave it out",
+        )
     # Sharded and replicated parameters are in different groups: torch does not mix them in one operation.
     muon = kind is torch.optim.Muon
     groups: dict[tuple[float, float, bool, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -166,6 +210,29 @@ def build_optimizer(
     if not is_of_torch(config.name):
         return OfParts(settings, lambda groups: _make(config.name, groups, arguments))
     return _make(config.name, settings, arguments)
+
+
+def _check_groups(config: OptimConfig, names: Collection[str]) -> None:
+    """Refuse an entry of `groups` that matches nothing, or whose values later ones replace in all that it matches."""
+    matched = [{name for name in names if re.search(as_pattern(group.pattern), name)} for group in config.groups]
+    for number, (group, found) in enumerate(zip(config.groups, matched, strict=True)):
+        shown = as_written(group.pattern)
+        if not found:
+            raise ConfigError(
+                f"actor.optim.groups: the pattern {shown} matches no trainable parameter",
+                where="actor.optim.groups",
+                remedy=f"names look like {', '.join(list(names)[:3])}",
+            )
+        later = list(zip(config.groups, matched, strict=True))[number + 1 :]
+        for key in ("lr", "weight_decay"):
+            given = [others for other, others in later if getattr(other, key) is not None]
+            if getattr(group, key) is not None and found <= set().union(*given):
+                raise ConfigError(
+                    f"actor.optim.groups: the {key} of {shown} has no effect: later patterns match all that it "
+                    "matches, and the last match counts",
+                    where="actor.optim.groups",
+                    remedy="put the wider pattern first, or leave one of them out",
+                )
 
 
 def _kernels(name: str, arguments: ParamGroup, parameters: Iterable[nn.Parameter]) -> ParamGroup:
@@ -209,11 +276,15 @@ def _make(name: str, groups: list[ParamGroup], arguments: ParamGroup) -> torch.o
     try:
         return kind(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"torch.optim.{kind.__name__} refuses its parameters or arguments: {error}",
-            where="actor.optim",
-            remedy=f"see the documentation of torch.optim.{kind.__name__}; AdamW takes any parameters",
-        ) from error
+        raise _refused(name, error) from error
+
+
+def _refused(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"torch.optim.{name} refuses its parameters or arguments: {error}",
+        where="actor.optim",
+        remedy=f"see the documentation of torch.optim.{name}; AdamW takes any parameters",
+    )
 
 
 def rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:

@@ -85,6 +85,20 @@ def test_optimizers_of_whole_matrices_are_refused_where_ranks_have_flat_parts() 
         ({"name": "SGD", "args": {"nesterov": True}}, "SGD refuses its parameters or arguments: Nesterov"),
         ({"name": "SGD", "adam_beta2": 0.95}, "adam_beta2 = 0.95 has no effect: torch.optim.SGD does not take it"),
         ({"name": "Rprop", "weight_decay": 0.1}, "weight_decay = 0.1 has no effect"),
+        (
+            {"name": "Rprop", "groups": [{"pattern": "w", "weight_decay": 0.1}]},
+            "groups has no effect",
+        ),
+        ({"args": {"maximize": "no"}}, "args.maximize: no is not allowed: torch.optim.AdamW takes true or false"),
+        ({"args": {"foreach": "no"}}, "args.foreach: no is not allowed"),
+        (
+            {"name": "SGD", "args": {"momentum": True}},
+            "args.momentum: true is not allowed",
+        ),
+        ({"name": "SGD", "args": {"momentum": "0.9"}}, "takes a number"),
+        ({"name": "Muon", "args": {"ns_steps": 2.5}}, "takes a whole number"),
+        ({"name": "Muon", "args": {"ns_coefficients": [1, 2]}}, "Muon refuses its parameters or arguments: Coeff"),
+        ({"args": {"differentiable": True}}, "AdamW refuses its parameters or arguments: a leaf Variable"),
     ],
     ids=str,
 )
@@ -126,6 +140,20 @@ def test_the_last_group_that_matches_counts_key_by_key() -> None:
         "layer.bias": (0.1, 0.0),
         "norm.weight": (0.5, 0.7),
     }
+
+
+def test_a_group_whose_values_are_all_replaced_by_later_ones_is_refused() -> None:
+    narrow, wide = {"pattern": "^embed", "lr": 0.05}, {"pattern": "weight", "lr": 0.5}
+    with pytest.raises(ConfigError, match=r"the lr of \^embed has no effect: later patterns match all"):
+        build_optimizer(parameters(), config(groups=[narrow, wide]))
+    build_optimizer(parameters(), config(groups=[wide, narrow]))
+    build_optimizer(parameters(), config(groups=[narrow, {"pattern": "weight", "weight_decay": 0.5}]))
+
+
+def test_what_is_for_gpus_alone_is_refused_on_a_cpu() -> None:
+    check_optimizer(config(args={"capturable": True}), Layout())
+    with pytest.raises(ConfigError, match="capturable: true is for parameters on GPUs"):
+        build_optimizer(parameters(), config(args={"capturable": True}))
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
