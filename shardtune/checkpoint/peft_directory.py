@@ -28,13 +28,10 @@ from shardtune.models.lora.attach import (
     saved_whole,
     token_rows,
 )
+from shardtune.models.lora.config import PICKLED, PREFIX, WEIGHTS
 from shardtune.models.lora.init import INITIAL, merged, with_rows
 from shardtune.parallel.meta_init import shard_of
 
-PREFIX = "base_model.model."
-"""PEFT's prefix of the names of the model's own modules."""
-WEIGHTS = "adapter_model.safetensors"
-PICKLED = "adapter_model.bin"
 KEY = "actor.model.lora.load_from"
 
 Gather = Callable[[str, torch.Tensor], torch.Tensor]

@@ -24,10 +24,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
+from shardtune.checkpoint.weight_files import find_weights
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
 from shardtune.models.lora.config import (
+    PICKLED,
+    PREFIX,
     SECTION,
+    WEIGHTS,
     as_target,
     class_name,
     ends,
@@ -113,7 +117,7 @@ def attach_adapter(
     if config.load_from is not None:
         made = stored_config(Path(config.load_from))
         made.lora_dropout = config.dropout
-        trained = trained_in_full(model, saved_whole(made), notes)
+        trained = trained_in_full(model, _stored_whole(model, made, Path(config.load_from)), notes)
         made.modules_to_save = None  # PEFT would train a copy and keep the original in memory
         names, init = None, made.init_lora_weights
         made.init_lora_weights = True  # the model is on the meta device
@@ -159,7 +163,7 @@ def _attach_other(
     notes: list[str] = []
     if config.load_from is not None:
         made, names = stored_other_config(Path(config.load_from)), None
-        trained = trained_in_full(model, saved_whole(made), notes)
+        trained = trained_in_full(model, _stored_whole(model, made, Path(config.load_from)), notes)
     else:
         trained = trained_in_full(model, [*config.modules_to_save, *_to_train(model, config, afresh, notes)], notes)
         names = targeted(model, peft.LoraConfig(), config, trained, notes)
@@ -250,6 +254,21 @@ def adapter_config(model: nn.Module) -> peft.PeftConfig:
 def saved_whole(config: peft.PeftConfig) -> Collection[str]:
     """The modules that are trained in full beside an adapter; configs of some methods have no such key."""
     return getattr(config, "modules_to_save", None) or ()
+
+
+def _stored_whole(model: nn.Module, config: peft.PeftConfig, directory: Path) -> list[str]:
+    """The modules that a stored adapter has in full. For PEFT `norm` is the end of `input_layernorm` as well."""
+    endings = list(saved_whole(config))
+    further = [
+        name
+        for name, _ in model.named_modules()
+        if name.endswith(tuple(endings)) and not any(ends(name, ending) for ending in endings)
+    ]
+    file = next((directory / name for name in (WEIGHTS, PICKLED) if (directory / name).is_file()), None)
+    if not further or file is None:
+        return endings
+    stored = find_weights(file)
+    return endings + [name for name in further if any(key.startswith(f"{PREFIX}{name}.") for key in stored)]
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:

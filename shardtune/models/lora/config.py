@@ -20,6 +20,10 @@ from shardtune.models.lora.linear_layers import LINEAR, lost_when_loaded, uncall
 
 ALL_LINEAR = "all-linear"
 CONFIG_FILE = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
+PREFIX = "base_model.model."
+"""PEFT's prefix of the names of the model's own modules."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ADAPTABLE = (*LINEAR, nn.Embedding, *CONVOLUTIONS)
 CLASSIFIERS = ("score", "classifier")

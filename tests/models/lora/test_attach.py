@@ -626,3 +626,27 @@ def test_an_adapter_that_parts_tied_weights_is_refused(names: list[str], message
         adapted(tmp_path / "base", LoraConfig(load_from=str(tmp_path / "adapter")), adapter=tmp_path / "adapter")
     assert "share their weights in this base" in error.value.what
     assert "tie_word_embeddings = False" in str(error.value.remedy)
+
+
+def test_modules_that_peft_finds_by_the_end_of_a_word_are_trained_and_saved(tmp_path: Path) -> None:
+    """`norm` is for PEFT the end of `input_layernorm` as well; in a recipe it is not."""
+    model = saved("llama", tmp_path / "base")
+    made = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
+    whole = {
+        name.removeprefix("base_model.model.").replace(".modules_to_save.default", ""): weight
+        for name, weight in made.named_parameters()
+        if weight.requires_grad and "lora" not in name
+    }
+    with torch.no_grad():
+        for number, weight in enumerate(whole.values()):
+            weight.add_(number + 1.0)
+    made.save_pretrained(str(tmp_path / "adapter"))
+    stored = LoraConfig(load_from=str(tmp_path / "adapter"))
+    again, weights, _ = adapted(tmp_path / "base", stored, adapter=tmp_path / "adapter")
+    found = {name: weight for name, weight in weights.trainable().items() if "lora" not in name}
+    assert len(found) == 5
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert whole.keys() == {f"{name}.weight" for name in adapter_config(again).modules_to_save}
+    fresh, _, _ = adapted(tmp_path / "base", LoraConfig(r=2, modules_to_save=["norm"]))
+    assert adapter_config(fresh).modules_to_save == ["model.norm"]
