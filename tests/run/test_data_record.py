@@ -198,7 +198,9 @@ def test_the_loss_of_each_source_is_logged_and_changes_nothing(tiny: Tiny, two_s
 
 
 def test_why_a_run_ended_is_reported(tiny: Tiny) -> None:
-    told = logged(shardtune.train, tiny.recipe("epochs", runner__max_epochs=1, runner__max_steps=1000))
+    short = {"runner__max_epochs": 1, "runner__max_steps": 1000, "optim__lr_warmup_steps_ratio": 0.1}
+    told = logged(shardtune.train, tiny.recipe("epochs", **short))
+    assert "optim.lr_warmup_steps_ratio: 0.1 of 4 steps is none: there is no warm-up" in " ".join(told.split())
     limit = "runner.max_epochs: 1, which comes before runner.max_steps: 1,000"
     assert f"training ends after 4 steps by {limit}" in " ".join(told.split())  # a table, whose lines are wrapped
     assert f"ended after step 4: {limit}" in told

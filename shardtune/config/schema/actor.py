@@ -75,14 +75,20 @@ class OptimConfig(Section):
         "cosine", "The learning rate after the warm-up; wsd: constant, then linear over the last `decay_ratio`."
     )
     lr_warmup_steps: int = key(0, "Optimizer steps over which the rate rises from 0 to `lr`.", ge=0)
-    lr_warmup_steps_ratio: Number = key(0.0, "The same as a share of all steps.", ge=0, le=1)
+    lr_warmup_steps_ratio: Number = key(
+        0.0, "The same as a share of all steps, rounded to the nearest step.", ge=0, le=1
+    )
     lr_warmup_from_zero: bool = key(
         False,
         "The rate of step i of n of the warm-up (i from 1) is `lr` * (i - 1) / n, as in transformers and torchtune, so "
         "that of the first step is 0; false: `lr` * i / n.",
     )
     decay_ratio: Number = key(0.1, "wsd: the share of all steps in which the rate falls.", gt=0, le=1)
-    min_lr: Number = key(0.0, "What the rate falls to: the last step is one step short of it.", ge=0)
+    min_lr: Number = key(
+        0.0,
+        "What the rate falls to: the last step is one step short of it; a group of a lower rate keeps its own.",
+        ge=0,
+    )
 
 
 SequenceMethod = Literal["auto", "ulysses", "ring"]

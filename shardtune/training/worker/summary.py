@@ -43,6 +43,9 @@ def summarise(
     if warmup > horizon:
         short = f"the warm-up takes {warmup:,} steps, and training ends after {horizon:,}"
         notes.append(f"{short}: optim.lr is not reached")
+    share = recipe.actor.optim.lr_warmup_steps_ratio
+    if share and horizon > 0 and not round(share * horizon):
+        notes.append(f"optim.lr_warmup_steps_ratio: {share:g} of {horizon:,} steps is none: there is no warm-up")
     counted = not isinstance(loader, StepLoader) or loader.is_counted
     all_trained = all(parameter.requires_grad for parameter in parameters.values())
     return RunSummary(
