@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import BertConfig, BertForSequenceClassification
 
 import shardtune
 from shardtune.config import OptimConfig, load_recipe
 from shardtune.errors import ConfigError
 from shardtune.optim.build import build_optimizer
+from shardtune.training.worker.model_state import outer_parameters
 from tests.support.tiny_run import assert_same_tensors, make_tiny
 
 
@@ -60,6 +62,20 @@ def test_matrices_are_muons_and_the_rest_adamws(args: dict[str, Any]) -> None:
         torch.testing.assert_close(parameter, plain[name], rtol=0, atol=1e-6, msg=name)
     assert set(optimizer.state[given["wide.weight"]]) == {"momentum_buffer"}
     assert "exp_avg" in optimizer.state[given["embed.weight"]]
+
+
+def test_the_head_of_a_classifier_is_adamws() -> None:
+    sizes = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
+    with torch.device("meta"):
+        outer = outer_parameters(BertForSequenceClassification(BertConfig(**sizes)))
+    assert {name for name in outer if "embeddings" not in name} == {"classifier.weight", "classifier.bias"}
+    assert "bert.embeddings.word_embeddings.weight" in outer
 
 
 def test_without_a_matrix_it_is_refused() -> None:

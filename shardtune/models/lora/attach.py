@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -22,9 +23,9 @@ from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from shardtune.checkpoint.weight_files import find_weights
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
 from shardtune.models.lora.config import (
@@ -264,11 +265,19 @@ def _stored_whole(model: nn.Module, config: peft.PeftConfig, directory: Path) ->
         for name, _ in model.named_modules()
         if name.endswith(tuple(endings)) and not any(ends(name, ending) for ending in endings)
     ]
-    file = next((directory / name for name in (WEIGHTS, PICKLED) if (directory / name).is_file()), None)
-    if not further or file is None:
-        return endings
-    stored = find_weights(file)
+    stored = _stored_names(directory) if further else ()
     return endings + [name for name in further if any(key.startswith(f"{PREFIX}{name}.") for key in stored)]
+
+
+def _stored_names(directory: Path) -> Collection[str]:
+    """The names of the tensors of an adapter; none where its file cannot be read, which loading it reports."""
+    try:
+        if not (directory / WEIGHTS).is_file():
+            return torch.load(directory / PICKLED, map_location="meta", weights_only=True, mmap=True).keys()
+        with safe_open(directory / WEIGHTS, "pt") as file:
+            return list(file.keys())
+    except (OSError, RuntimeError, ValueError, SafetensorError, UnpicklingError):
+        return ()
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:

@@ -11,7 +11,7 @@ from typing import Protocol, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.base_weights import fingerprint
@@ -33,6 +33,7 @@ from shardtune.config import Recipe
 from shardtune.errors import CheckpointError
 from shardtune.models.adapter import AdapterRoot, LanguageRoot, WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
+from shardtune.models.lora.config import head_of
 from shardtune.models.lora.init import changes_base
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.new_tokens import grow_embeddings
@@ -454,9 +455,9 @@ class ModelState:
 
 
 def outer_parameters(model: nn.Module) -> set[str]:
-    """The names of the parameters of embeddings and of a language model's head."""
+    """The names of the parameters of embeddings, and of the head of a language model or classifier of transformers."""
     modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    head = head_of(model)
     if isinstance(head, nn.Module):
         modules += list(head.modules())
     outer = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
