@@ -87,5 +87,8 @@ def _split(words: list[str]) -> tuple[str, str | None, list[str]]:
         raise ConfigError(
             what, where="shardtune verify adapter", remedy="shardtune verify adapter file.py:Class [RECIPE.yaml]"
         )
+    from shardtune.config.overrides import refuse_repeated
+
     overrides = [word for word in words if word not in names]
+    refuse_repeated(overrides)
     return names[0], names[1] if len(names) == 2 else None, overrides
