@@ -20,14 +20,30 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationMixin
 
-from shardtune.parallel.torch_private import holds_gathered, tree_map_only
+from shardtune.errors import ModelError
+from shardtune.parallel.torch_private import (
+    gather_before_backward,
+    gathered_parameters,
+    holds_gathered,
+    is_at_rest,
+    storage_identity,
+    tree_map,
+    tree_map_only,
+)
 
 FOREIGN = ("torch", "transformers", "peft", "shardtune")
 """Packages whose classes have methods of their own beside a user's."""
 
 
+_TENSOR: Any = torch.Tensor
+SET_DATA = _TENSOR.data.__set__
+
+
 class ShardedOperands(TorchFunctionMode):
     """With FSDP2: operations outside of the forward get whole weights beside plain tensors and where gradients count.
+
+    The root's weights stay gathered between its forward and its backward pass, and its modules have the gathered ones
+    meanwhile. Operations compute with these, and what changes a weight changes this rank's part of it.
 
     Args:
         root: the sharded module.
@@ -57,8 +73,14 @@ class ShardedOperands(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
+        if holds_gathered(self._root) or any(map(holds_gathered, self._units)):
+            return func(*args, **given)
+        if is_at_rest(self._root) and (gathered := self._gathered(args, given)):
+            return self._on_gathered(gathered, func, types, args, given)
         sharded, plain = _kinds(args, given)
-        if not sharded or keeps_parts(func) or holds_gathered(self._root) or any(map(holds_gathered, self._units)):
+        if sharded and func == SET_DATA and isinstance(args[0], DTensor):
+            raise other_data()
+        if not sharded or keeps_parts(func):
             return func(*args, **given)
         if not plain:
             with suppress(RuntimeError):  # an operation that DTensors do not have
@@ -69,6 +91,44 @@ class ShardedOperands(TorchFunctionMode):
         self._compare(str(func.__name__))
         args, given = tree_map_only(DTensor, self._whole, (args, given))
         return func(*args, **given)
+
+    def _gathered(self, args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[int, tuple[torch.Tensor, DTensor]]:
+        """The root's gathered weights, with their parts, if they or views of them are among the operands."""
+        plain = [tensor for tensor in operands(args, given) if not isinstance(tensor, DTensor)]
+        weights = gathered_parameters(self._root) if plain else {}
+        memory = {storage_identity(whole.untyped_storage()) for whole, _ in weights.values()}
+        found = any(id(tensor) in weights or storage_identity(tensor.untyped_storage()) in memory for tensor in plain)
+        return weights if found else {}
+
+    def _on_gathered(
+        self,
+        weights: Mapping[int, tuple[torch.Tensor, DTensor]],
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        given: dict[str, Any],
+    ) -> Any:
+        used = [weights[id(tensor)][0] for tensor in operands(args, given) if id(tensor) in weights]
+        changes = keeps_parts(func) or (func.__name__ in ("detach", "__get__") and func not in TRANSPOSED)
+        if used and (changes or any(not whole.untyped_storage().nbytes() for whole in used)):
+            if changes and func.__name__ not in ("__get__", "__set__", "detach", "requires_grad_"):
+                self._root.reshard()  # the next forward or backward pass gathers what the weights are then
+            parts = {id(whole): weights[id(whole)][1] for whole in used}
+            args, given = tree_map(lambda value: parts.get(id(value), value), (args, given))
+            return self.__torch_function__(func, types, args, given)
+        if _kinds(args, given)[0]:
+            self._compare(str(func.__name__))
+            args, given = tree_map_only(DTensor, self._whole, (args, given))
+        result = func(*args, **given)
+        memory = {storage_identity(whole.untyped_storage()) for whole, _ in weights.values()}
+        computed = [
+            tensor
+            for tensor in operands((result,), {})
+            if tensor.requires_grad and storage_identity(tensor.untyped_storage()) not in memory
+        ]
+        if computed:  # a part's backward pass may free them before this one
+            gather_before_backward(self._root, computed)
+        return result
 
     def _whole(self, tensor: DTensor) -> torch.Tensor:
         # Ranks that share matrix multiplications compute the same gradient, all others a part of the sum.
@@ -96,6 +156,20 @@ def operands(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+TRANSPOSED = (_TENSOR.T.__get__, _TENSOR.mT.__get__)
+
+
+def other_data() -> ModelError:
+    """Another tensor in the place of what a rank has of a weight: sharding goes on with the one that it was."""
+    return ModelError(
+        "`parameter.data = …` has no effect on a weight that is sharded: what computes, trains and is saved is the "
+        "tensor that was there",
+        where="parameter.data",
+        remedy="change it in place: parameter.data.copy_(…), mul_, add_, lerp_; and keep copies of weights "
+        "(parameter.detach().clone()), as they change, too",
+    )
 
 
 def keeps_parts(func: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from shardtune.parallel.direct_use import keeps_parts, operands
+from shardtune.parallel.direct_use import TRANSPOSED, keeps_parts, operands
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.outputs import tensors_in
@@ -299,10 +299,6 @@ class _Placed:
 
 def _at(value: object) -> object:
     return getattr(value.module, value.key) if isinstance(value, _Placed) else value
-
-
-_TENSOR: Any = torch.Tensor
-TRANSPOSED = (_TENSOR.T.__get__, _TENSOR.mT.__get__)
 
 
 def _is_of_the_part(func: Any) -> bool:

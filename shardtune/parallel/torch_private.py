@@ -485,6 +485,14 @@ def offloaded_parameters(root: nn.Module) -> set[int]:
     return {id(each.sharded_param) for group in groups for each in group.fsdp_params if each.offload_to_cpu}
 
 
+def gathered_parameters(module: FSDPModule) -> dict[int, tuple[torch.Tensor, DTensor]]:
+    """The weights of a sharded module, without those inside it, that have been gathered: each with this rank's part, by
+    `id`. Their memory is empty while they are freed."""
+    every = [each for group in _groups_of(module) for each in group.fsdp_params]
+    found = [(vars(each).get("_unsharded_param"), each.sharded_param) for each in every]
+    return {id(whole): (whole, part) for whole, part in found if whole is not None}
+
+
 class _Noted(DefaultAllocMixin):
     """Calls a function before each collective, when FSDP2 allocates its memory; without a collective it does not."""
 

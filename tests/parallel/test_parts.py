@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardtune.config.rank_layout import Layout
-from shardtune.errors import ParallelError
+from shardtune.errors import ModelError, ParallelError
 from shardtune.parallel import same_call
 from shardtune.parallel.direct_use import in_methods, own_methods
 from shardtune.parallel.fsdp2 import Weights
@@ -62,6 +62,7 @@ class Whole(nn.Module):
     def by_parts(self, x: torch.Tensor) -> torch.Tensor:
         """Parts, weights that it reads itself (one of them a unit's), and a norm of one."""
         up, down = (getattr(block, name).weight for block, name in zip(self.tower.blocks, ("up", "down"), strict=False))
+        x = self.norm(x) * (self.gain * 0.75)  # while the weights outside of all units are gathered
         hidden = self.norm(self.tower(x * self.gain)) + x @ (up.T @ down.T)
         return self.head(hidden) * self.anchor.expand(len(x), -1)[:, :3]
 
@@ -71,6 +72,13 @@ class Whole(nn.Module):
             self.norm(torch.zeros(1, WIDTH, dtype=torch.float64))
         self.gain.data.mul_(0.5).add_(self.gain, alpha=0.25)
         self.head.weight.data.mul_(0.75)
+
+    def averaged_between(self) -> None:
+        """The same between a forward and its backward pass, where weights outside of all units stay gathered."""
+        self.norm(torch.zeros(1, WIDTH, dtype=torch.float64))
+        with torch.no_grad():
+            self.gain.mul_(0.75).add_(self.gain, alpha=0.5)
+        self.norm.bias.data.add_(0.125)
 
     def first_block(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.tower.blocks[0](x))
@@ -85,12 +93,14 @@ def rows() -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
 
 
-def steps(model: Whole, weights: Weights, x: torch.Tensor, way: str) -> dict[str, Any]:
+def steps(model: Whole, weights: Weights, x: torch.Tensor, way: str, between: bool) -> dict[str, Any]:
     """The outputs of methods before any forward, and gradients of two micro-batches."""
     in_methods(model, partial(weights.method, compute=torch.float64), own_methods(model))
     with torch.no_grad():
         told: dict[str, Any] = {"first": model.first_block(x), "parts": model.by_parts(x)}
     model.averaged()
+    if way == "parts" and between:
+        model.averaged_between()
     for last, part in enumerate(x.chunk(2)):
         weights.begin_micro_batch(bool(last))
         out = model(part) if way == "forward" else model.by_parts(part)
@@ -112,20 +122,23 @@ def on_ranks(layout: str) -> list[dict[str, Any]]:
     for way in WAYS:
         model = made()
         weights, ranks = sharded(model, layout)
-        found.append(steps(model, weights, rows().chunk(2)[ranks.rank], way))
+        found.append(steps(model, weights, rows().chunk(2)[ranks.rank], way, layout != "fsdp1"))
+        if layout != "fsdp1":  # sharding goes on with the tensor that was there
+            with weights.method("other", torch.float64), pytest.raises(ModelError, match="no effect"):
+                model.gain.data = model.gain.data * 2
     return found
 
 
-def alone(way: str) -> dict[str, Any]:
+def alone(way: str, between: bool) -> dict[str, Any]:
     model = made()
     hold = shard_model(model, [], Ranks(0, 1, torch.device("cpu")), "fp64")
-    return steps(model, hold(model), rows(), way)
+    return steps(model, hold(model), rows(), way, between)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_called_by_themselves_compute_as_on_one_rank(layout: str) -> None:
     by_rank = run_ranks(on_ranks, 2, layout)
-    both = [alone(way) for way in WAYS]
+    both = [alone(way, layout != "fsdp1") for way in WAYS]
     for number, expected in enumerate(both):
         for name in ("first", "parts"):
             found = torch.cat([told[number][name] for told in by_rank])
