@@ -75,7 +75,8 @@ class ShardedOperands(TorchFunctionMode):
         given = dict(kwargs or {})
         if holds_gathered(self._root) or any(map(holds_gathered, self._units)):
             return func(*args, **given)
-        if is_at_rest(self._root) and (gathered := self._gathered(args, given)):
+        is_derivative = func.__name__ in ("grad", "backward")  # of what has been computed, whose weights these were
+        if not is_derivative and is_at_rest(self._root) and (gathered := self._gathered(args, given)):
             return self._on_gathered(gathered, func, types, args, given)
         sharded, plain = _kinds(args, given)
         if sharded and func == SET_DATA and isinstance(args[0], DTensor):

@@ -22,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
+from shardtune.errors import ModelError
 from shardtune.parallel.direct_use import TRANSPOSED, keeps_parts, operands
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.full_precision import full_precision_parameters
@@ -238,6 +240,9 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 class FlatOperands(TorchFunctionMode):
     """Operations outside of the model's modules get whole weights, if they compute tensors; those of optimizers do not.
 
+    `detach()`, `.data` and `.grad` of a weight give this rank's part, which may be changed, copied and computed with
+    entry by entry. What would give less than the part (a sum, a norm, a slice) is refused, as it would be of the part.
+
     Args:
         owners: of the parameters, each with its place and what gathers it.
         root: what gathers the root's; only the root ends a backward pass.
@@ -257,6 +262,8 @@ class FlatOperands(TorchFunctionMode):
         self._root = root
         self._compare = compare
         self._on_parts = on_parts
+        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._divides = root.through[0].world_size > 1
 
     def __torch_function__(
         self,
@@ -268,9 +275,11 @@ class FlatOperands(TorchFunctionMode):
         given = dict(kwargs or {})
         tensors = list(operands(args, given))
         used = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor in self._owners]
-        if not used or keeps_parts(func) or _is_of_the_part(func) or self._on_parts():
+        if self._on_parts():
             return func(*args, **given)
-        if len(used) == len(tensors) and _gives_no_tensor(func, args, given):
+        if not used or keeps_parts(func) or _is_of_the_part(func):
+            return self._on_parts_of(func, args, given, tensors, bool(used))
+        if len(used) == len(tensors) and func not in TRANSPOSED and _gives_no_tensor(func, args, given):
             return func(*args, **given)
         self._compare(str(func.__name__))
         args, given = tree_map(self._place, (args, given))
@@ -284,6 +293,33 @@ class FlatOperands(TorchFunctionMode):
         for routed in {self._owners[parameter][1] for parameter in used} - {self._root}:
             call = routed.method(call)
         return self._root.method(call)(*args, **given)
+
+    def _on_parts_of(
+        self, func: Any, args: tuple[object, ...], kwargs: dict[str, object], used: Sequence[torch.Tensor], own: bool
+    ) -> object:
+        """An operation on what this rank has of weights; refused where it would be of a part alone.
+
+        Args:
+            func, args, kwargs: the operation.
+            used: its operands.
+            own: whether a weight itself is among them.
+        """
+        parts = [tensor for tensor in used if tensor in self._parts] if self._divides else []
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            if parts:
+                raise _of_a_part(str(func.__name__)) from error
+            raise
+        if not parts and not (self._divides and own and _is_of_the_part(func)):
+            return result
+        most = max((tensor.numel() for tensor in parts), default=0)
+        found = list(operands((result,), {}))
+        if parts and (func.__name__ in READS or any(not each.ndim or each.numel() < most for each in found)):
+            raise _of_a_part(str(func.__name__))
+        for each in found:
+            self._parts[each] = True
+        return result
 
     def _place(self, value: object) -> object:
         return _Placed(*self._owners[value][0]) if isinstance(value, nn.Parameter) and value in self._owners else value
@@ -299,6 +335,20 @@ class _Placed:
 
 def _at(value: object) -> object:
     return getattr(value.module, value.key) if isinstance(value, _Placed) else value
+
+
+READS = ("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__")
+"""Functions of torch that give values of a tensor in Python."""
+
+
+def _of_a_part(name: str) -> ModelError:
+    return ModelError(
+        f"{name} of a weight's detach(), .data or .grad is that of this rank's part alone: fsdp1 divides each over the "
+        "ranks, and these have no shape there",
+        where=name,
+        remedy="use the weight itself (under torch.no_grad()), which is whole in every operation; for the norm of the "
+        'gradient self.clip_grad_norm_(); or executor="fsdp2", where they are whole',
+    )
 
 
 def _is_of_the_part(func: Any) -> bool:

@@ -170,6 +170,14 @@ class FlatWeights(Weights):
 
     # Gradients.
 
+    def gradient_square(self) -> torch.Tensor:
+        with without_modes(FlatOperands):  # in a user's method gradients are this rank's parts, as here
+            return super().gradient_square()
+
+    def scale_gradients(self, factor: float) -> None:
+        with without_modes(FlatOperands):
+            super().scale_gradients(factor)
+
     def begin_micro_batch(self, last: bool) -> None:
         super().begin_micro_batch(last)
         if not self._refuses_reads:

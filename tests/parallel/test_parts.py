@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,15 @@ from tests.support.dist.training import whole
 LAYOUTS = {"fsdp": Layout(shard=2), "ddp": Layout(replicate=2, shard=1), "fsdp1": Layout(shard=2, flat=True)}
 ROWS, WIDTH = 8, 6
 WAYS = ("forward", "parts")
+READS: tuple[Callable[[torch.Tensor], object], ...] = (
+    lambda weight: weight.detach().sum(),
+    lambda weight: (weight.data * 2).abs().max(),
+    lambda weight: bool(torch.isfinite(weight.detach()).all()),
+    lambda weight: weight.detach().tolist(),
+    lambda weight: torch.ones(2, WIDTH, dtype=torch.float64) @ weight.detach().T,
+    lambda weight: torch.equal(weight.detach(), weight.detach()),
+)
+"""What would be of a rank's part alone with fsdp1."""
 
 
 class Block(nn.Module):
@@ -126,6 +136,15 @@ def on_ranks(layout: str) -> list[dict[str, Any]]:
         if layout != "fsdp1":  # sharding goes on with the tensor that was there
             with weights.method("other", torch.float64), pytest.raises(ModelError, match="no effect"):
                 model.gain.data = model.gain.data * 2
+            continue
+        with weights.method("other", torch.float64):
+            for read in (*READS, partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)):
+                with pytest.raises(ModelError, match="this rank's part alone"):
+                    read() if isinstance(read, partial) else read(model.head.weight)
+            copy = model.head.weight.detach().clone().mul_(0.5).add_(model.head.weight.data, alpha=0.5)
+            assert (copy.ndim, copy.dtype, copy - model.head.weight.detach() is None) == (1, torch.float64, False)
+            with torch.no_grad():
+                assert model.head.weight.sum().item() == pytest.approx(model.head.weight.clone().sum().item())
     return found
 
 
