@@ -125,15 +125,23 @@ def _tune(words: Sequence[str]) -> CommandLine:
 
 def _automodel(words: Sequence[str]) -> CommandLine:
     """The words after `automodel`."""
-    files = [word for word in words[: _first_flag(words)] if word not in OF_AUTOMODEL]
+    files: list[str] = []
     given: dict[str, object] = {}
-    place = _first_flag(words)
+    place = 0
     while place < len(words):
         flag, equals, value = words[place].partition("=")
         place += 1
+        if not _is_flag(flag):
+            files += [words[place - 1]] if flag not in OF_AUTOMODEL or given else []
+            continue
         if not equals and place < len(words) and not _is_flag(words[place]):
             value, equals, place = words[place], "=", place + 1
-        given[flag.lstrip("-")] = value if equals else "true"
+        name = flag.lstrip("-").replace("nproc-per-node", "nproc_per_node")
+        if not name or (name in ("c", "config") and not value):
+            raise ConfigError(f"{flag} has no {'value' if name else 'name'}", where=AUTOMODEL, remedy="leave it out")
+        if name in given:
+            raise ConfigError(f"{flag} is given twice", where=AUTOMODEL, remedy="keep one of them")
+        given[name] = value if equals else "true"
     files += [str(given.pop(name)) for name in ("c", "config") if name in given]
     if len(files) != 1:
         raise ConfigError(
@@ -141,16 +149,12 @@ def _automodel(words: Sequence[str]) -> CommandLine:
             where=AUTOMODEL,
             remedy=f"give {AUTOMODEL} FILE, with --nproc-per-node N and keys of the file (--optimizer.lr 1e-5)",
         )
-    options = {name.replace("-", "_"): text for name, text in given.items() if name.replace("-", "_") in RANKS_OF}
-    keys = {name: _read(str(text)) for name, text in given.items() if name.replace("-", "_") not in RANKS_OF}
+    options = {name: text for name, text in given.items() if name in RANKS_OF}
+    keys = {name: _read(str(text)) for name, text in given.items() if name not in RANKS_OF}
     return CommandLine(Path(files[0]), {}, Launch("torchrun", options, AUTOMODEL), keys)
 
 
 RANKS_OF = ("nproc_per_node", "nnodes")
-
-
-def _first_flag(words: Sequence[str]) -> int:
-    return next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
 
 
 def _no_fine_tuning(command: str) -> ConfigError:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardtune.config.foreign import rows
 from shardtune.config.foreign.conversion import Conversion, Kind, short
+from shardtune.config.foreign.nemo_sections import NAME, OF_NEMO, VALIDATION
 from shardtune.config.foreign.rows import EVAL, FORMAT, TRAIN
 from shardtune.config.foreign.values import is_on, listed, whole
 
 PACKING = ("packed_sequence.packed_sequence_size", "packed_sequence.pack_size")
 """The tokens of a packed sequence, of language and of vision-language models."""
-VALIDATION = "validation_dataset"
-COLUMNS = "ColumnMappedTextInstruction"
+COLUMNS, CHATS = "ColumnMappedTextInstruction", "ChatDataset"
+LINES = (".json", ".jsonl", ".ndjson")
+"""The files whose rows those two read all of, whatever the split."""
+COLLATE = "dataloader.collate_fn"
 PATHS = ("path_or_dataset_id", "path_or_dataset", "dataset_name")
 LIMITS = ("limit_dataset_samples", "num_samples_limit", "num_samples")
 NO_CUT = (None, False, "", "do_not_truncate", "false")
 CHAT = {"context": "system", "question": "question", "answer": "answer"}
 """Its names of columns -> ours, of rows that the chat template writes."""
+_CUTS = ("seq_length", "truncation", "truncate", "max_length")
 _READ = ("_target_", "split", "name", *PATHS, *LIMITS)
 _REMEDIES = {
     "mask_reasoning_content": "data.thinking: strip leaves reasoning out",
@@ -47,7 +51,28 @@ def convert(c: Conversion, packed: int | None) -> None:
     _length(c, packed)
     name = "dataloader.shuffle"
     c.put("data.shuffle", is_on(c.get(name, True)), name)
-    c.not_needed("rows are always packed whole, without attention between them", *_left(c, "packed_sequence"))
+    _collated(c)
+    apart = ("max_packs", "post_tokenize_hook_fn")
+    rest = [
+        n for n in _left(c, "packed_sequence") if not n.startswith(tuple(f"packed_sequence.{one}" for one in apart))
+    ]
+    c.not_needed("rows are always packed whole, without attention between them", *rest)
+
+
+def _collated(c: Conversion) -> None:
+    """The function that makes a batch: its own ones make what there is here, apart from a prefix of answers."""
+    function = str(c.get(f"{COLLATE}._target_", c.get(COLLATE, "default")))
+    inner = [name for name in c.given if name.startswith(COLLATE) and name not in c.outcomes]
+    if "prefix_collate" in function:
+        c.missing("it begins answers with a prefix: write it into data.chat_template: FILE.jinja", *inner)
+    elif function.startswith((OF_NEMO, "torch.")) or function == "default":
+        c.not_needed("rows are packed, and their targets are those of data.train_on", *inner)
+    else:
+        c.missing(
+            "it is not read: data.transform: FILE.py:FUNCTION makes rows, with targets too (docs/data.md)", *inner
+        )
+    if whole(c.get("dataloader.batch_size")) == (whole(c.get("step_scheduler.local_batch_size")) or 1):
+        c.not_needed("it is the rows of a forward pass", "dataloader.batch_size")
 
 
 def validation_sets(c: Conversion) -> list[str]:
@@ -61,7 +86,8 @@ def _left(c: Conversion, section: str) -> list[str]:
 
 
 def _kind(given: Mapping[str, object]) -> str:
-    return str(given.get("_target_", "")).rpartition(".")[2]
+    target = str(given.get("_target_", ""))
+    return target.rpartition(".")[2] if target.startswith(OF_NEMO) else target
 
 
 def _entries(c: Conversion, section: str, ours: str) -> list[dict[str, object]]:
@@ -70,9 +96,9 @@ def _entries(c: Conversion, section: str, ours: str) -> list[dict[str, object]]:
     if not isinstance(given, Mapping):
         return []
     paths = [c.path(one) for one in listed(next((given[key] for key in PATHS if given.get(key)), None))]
-    options, lost = rows.split_of(given.get("split"))
+    options, lost = _split(c, section, given, paths)
     limits = [key for key in LIMITS if whole(given.get(key))]
-    options |= {"name": given.get("name"), "columns": _columns(c, section, given)}
+    options |= {"name": None if _is_whole(given, paths) else given.get("name"), "columns": _columns(c, section, given)}
     options |= {"max_samples": whole(given[limits[0]])} if limits else {}
     entries = [rows.entry(one, **(rows.of_evaluation(one, options) if ours == EVAL else options)) for one in paths]
     line = f"{ours}: {short(rows.as_entries(entries))}" if entries else ""
@@ -85,14 +111,49 @@ def _entries(c: Conversion, section: str, ours: str) -> list[dict[str, object]]:
     return entries
 
 
+def _is_whole(given: Mapping[str, object], paths: Sequence[str]) -> bool:
+    """Whether a data set reads all rows of local files, without a split."""
+    return _kind(given).startswith((COLUMNS, CHATS)) and bool(paths) and all(one.endswith(LINES) for one in paths)
+
+
+def _split(
+    c: Conversion, section: str, given: Mapping[str, object], paths: Sequence[str]
+) -> tuple[dict[str, object], str]:
+    """The options of an entry for its split, and a remedy for what they leave out."""
+    name, part = f"{section}.split", given.get("split")
+    if _is_whole(given, paths):
+        if part not in (None, "train"):
+            c.not_needed(f"{NAME} reads all rows of a local file, whatever the split", name)
+        c.not_needed("a local file has no configurations", f"{section}.name")
+        return {}, ""
+    if isinstance(part, list):
+        if len(part) != 1:
+            return {}, "an entry of its own for each split, {path: …, split: …}; here train is taken"
+        part = part[0]
+    if "[" in str(part) and given.get("shuffle_seed") is not None:
+        c.missing(
+            "the rows of such a part are drawn by it there, here they are the first ones", f"{section}.shuffle_seed"
+        )
+    return rows.split_of(part)
+
+
 def _columns(c: Conversion, section: str, given: Mapping[str, object]) -> dict[str, object]:
     """Our names of columns -> those of the rows, of its class that takes any columns."""
     mapped = given.get("column_mapping")
-    if not isinstance(mapped, Mapping):
-        return {}
     name = f"{section}.column_mapping"
+    if not isinstance(mapped, Mapping):
+        c.missing("columns: {question: COLUMN, answer: COLUMN} of an entry", name)
+        return {}
+    for key in mapped:
+        if key not in CHAT:
+            c.record(f"{name}.{key}", Kind.UNKNOWN, f"no column of {NAME}: {', '.join(CHAT)}")
+    mapped = {key: column for key, column in mapped.items() if key in CHAT and column is not None}
     if is_on(given.get("use_hf_chat_template")):
-        columns = {CHAT.get(str(key), str(key)): column for key, column in mapped.items()}
+        columns = {CHAT[key]: column for key, column in mapped.items()}
+        if section == "dataset" and "context" not in mapped:
+            c.notes.append(
+                f"a chat of {NAME} begins with an empty system turn where there is no context, here with none"
+            )
     else:
         prompts = [key for key in ("context", "question") if mapped.get(key)]
         columns = {"prompt": mapped.get(prompts[0]) if prompts else None, "completion": mapped.get("answer")}
@@ -103,12 +164,16 @@ def _columns(c: Conversion, section: str, given: Mapping[str, object]) -> dict[s
             c.notes.append(
                 "such a prompt ends with a blank there, and has none here: its last token may be another one"
             )
+            c.notes.append(
+                "such a row ends with its answer there, unless the tokenizer adds an end token (most do not); here the "
+                "end token is trained"
+            )
     return {ours: column for ours, column in columns.items() if ours != column and column is not None}
 
 
 def _record(c: Conversion, name: str, key: str, kind: str, line: str) -> None:
     """Record a key of a data set; `line` is what the recipe has of it."""
-    if key == "_target_" and not kind.startswith((COLUMNS, "ChatDataset")):
+    if key == "_target_" and not kind.startswith((COLUMNS, CHATS)):
         c.missing(f"name the rows of {kind} in {TRAIN}, in a format that docs/data.md lists, or {FORMAT}", name)
     elif key in (*_READ, "column_mapping"):
         if not line:
@@ -130,9 +195,13 @@ def _record(c: Conversion, name: str, key: str, kind: str, line: str) -> None:
         c.put("data.on_bad_row", "skip" if is_on(c.get(name)) else "fail", name)
     elif key in _REMEDIES and is_on(c.get(name)):
         c.missing(_REMEDIES[key], name)
+    elif name in c.outcomes:
+        return
     elif key in ("shuffle_seed", "seed", "padding", "pad_to_max_length", "start_of_turn_token", *_REMEDIES):
         c.not_needed("rows are shuffled by runner.seed, packed and not padded", name)
-    elif key not in ("seq_length", "truncation", "max_length", "answer_only_loss_mask", "mask_history", "tokenizer"):
+    elif key == "tokenizer" and not name.startswith("dataset."):
+        c.not_needed("the tokenizer of training is that of evaluation, too", name)
+    elif key not in (*_CUTS, "answer_only_loss_mask", "mask_history", "tokenizer"):
         c.missing(FORMAT, name)
 
 
@@ -152,17 +221,26 @@ def _targets(c: Conversion) -> None:
 def _length(c: Conversion, packed: int | None) -> None:
     """The longest row: that at which it is cut, or that of a packed sequence; otherwise there is no limit."""
     cuts = str(c.get("dataset.truncation", "")).lower() not in map(str, NO_CUT)
-    name = "dataset.seq_length" if cuts and c.has("dataset.seq_length") else "dataloader.collate_fn.max_length"
-    length = whole(c.get(name))
+    given = [
+        *(["dataset.seq_length"] if cuts else []),
+        *(["dataset.max_length"] if is_on(c.get("dataset.truncate", True)) else []),
+        *("packed_sequence.max_length", f"{COLLATE}.max_length"),
+    ]
+    name = next((one for one in given if whole(c.get(one))), "")
+    length = whole(c.get(name)) if name else None
     if packed is not None and (length is None or length > packed):
         c.put("data.max_length", packed, *PACKING, comment="the tokens of a packed sequence")
+        keeps = "packed_sequence.drop_long_samples"
+        is_strict = c.get("packed_sequence.packing_strategy") == "neat" and not is_on(c.get(keeps, True))
+        comment = keeps if c.has(keeps) else f"{NAME} drops rows that are longer than a packed sequence"
+        c.put("data.on_too_long", "fail" if is_strict else "drop", keeps, comment=comment)
     elif length is not None:
         c.put("data.max_length", length, name)
+        if is_on(c.get(f"{COLLATE}.drop_overlong")):
+            c.put("data.on_too_long", "drop", f"{COLLATE}.drop_overlong")
     else:
         c.put("data.max_length", 131072, comment="rows are not cut there")
     for section in ("dataset", *validation_sets(c)):
-        keys = [f"{section}.{key}" for key in ("seq_length", "truncation", "max_length", "padding")]
+        keys = [f"{section}.{key}" for key in (*_CUTS, "padding")]
         c.not_needed("data.max_length cuts rows, and none is padded", *(k for k in keys if k not in c.outcomes))
-    c.not_needed(
-        "data.max_length cuts rows", *(n for n in ("dataloader.collate_fn.max_length",) if n not in c.outcomes)
-    )
+    c.not_needed("data.max_length cuts rows", *(n for n in (f"{COLLATE}.max_length",) if n not in c.outcomes))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from shardtune.config.foreign.conversion import Conversion, Kind, short
 from shardtune.config.foreign.table import NoCounterpart
-from shardtune.config.foreign.values import REPORTS, arguments, as_number, listed, number, optimizer, whole
+from shardtune.config.foreign.values import OPTIMIZERS, REPORTS, arguments, as_number, listed, number, optimizer, whole
 
 WARMUP, RATIO, FROM_ZERO = (
     *("actor.optim.lr_warmup_steps", "actor.optim.lr_warmup_steps_ratio"),
@@ -244,8 +245,9 @@ def _argument(c: Conversion, options: str, key: str, value: object) -> None:
     is_text = isinstance(c.get(options), str)
     name = options if is_text else f"{options}.{key}"
     if key == "betas":
+        pair = listed(value.strip("[]() ")) if isinstance(value, str) else listed(value)
         for place, ours in enumerate(("actor.optim.adam_beta1", "actor.optim.adam_beta2")):
-            c.put(ours, [*listed(value), None, None][place], name)
+            c.put(ours, as_number([*pair, None, None][place]), name)
     elif key in ADAM:
         c.put(ADAM[key], value, name)
     elif key in ("fused", "foreach", "capturable", "differentiable"):
@@ -275,18 +277,9 @@ def component_optimizer(c: Conversion, kind: str, *, decays_all: bool) -> None:
     options = c.get("optimizer")
     options = dict(options) if isinstance(options, Mapping) else {}
     name = str(options.pop(kind, "torch.optim.AdamW"))
-    flat = Conversion(c.trainer, {"optim": name, "args": {**options}}, c.base, c.target)
-    choose_optimizer(flat, "optim", "args")
-    for key, line in flat.lines.items():
-        c.put(key, line.value, comment=f"optimizer: {name}")
-    found = flat.outcomes.get("optim")
-    c.record(f"optimizer.{kind}", found.kind if found else Kind.DEFAULT, found.text if found else "AdamW")
-    for key in options:
-        inner = flat.outcomes.get(f"args.{key}")
-        if inner is not None and key not in ("lr", "weight_decay"):
-            c.record(f"optimizer.{key}", inner.kind, inner.text)
+    _of_class(c, kind, name, options)
     default = "the default of its class"
-    rate = 0.01 if name.endswith(("Adagrad", "RMSprop")) else 1e-3
+    rate = 0.01 if name.endswith(("Adagrad", "RMSprop")) else 5e-4 if name.startswith("dion.") else 1e-3
     comment = "optimizer.lr" if "lr" in options else default
     c.put("actor.optim.lr", as_number(options.get("lr", rate)), "optimizer.lr", comment=comment)
     decay = as_number(options.get("weight_decay", 0.01 if "AdamW" in name else 0.0))
@@ -295,6 +288,43 @@ def component_optimizer(c: Conversion, kind: str, *, decays_all: bool) -> None:
     if decay and decays_all:
         groups = [{"pattern": ".", "weight_decay": decay}]
         c.put("actor.optim.groups", groups, comment=f"{c.trainer} decays norms and biases too; shardtune does not")
+
+
+PACKAGES = (
+    *("torch", "torchao", "torchtune", "bitsandbytes", "transformer_engine", "apex", "transformers", "dion"),
+    *("nemo_automodel", ""),
+)
+"""Whose optimizers have counterparts by the names of their classes alone; those of others are named as they are."""
+
+
+def _of_class(c: Conversion, kind: str, name: str, options: Mapping[str, object]) -> None:
+    """The optimizer by its class, and the arguments of it that are not of every optimizer."""
+    module, _, short_name = name.rpartition(".")
+    known = short_name.lower() in OPTIMIZERS
+    if (known and module.partition(".")[0] not in PACKAGES) or (not known and _is_plain(module)):
+        ours = short_name if module.startswith("torch.optim") else f"{module}:{short_name}"
+        c.put("actor.optim.name", ours, f"optimizer.{kind}", comment=f"optimizer.{kind}")
+        further = {key: value for key, value in options.items() if key not in (*ALWAYS, *GROUPS)}
+        c.put("actor.optim.args", further, *(f"optimizer.{key}" for key in further), comment="optimizer")
+        return
+    flat = Conversion(c.trainer, {"optim": name, "args": {**options}}, c.base, c.target)
+    choose_optimizer(flat, "optim", "args")
+    for key, line in flat.lines.items():
+        c.put(key, line.value, comment=f"optimizer: {name}")
+    found = flat.outcomes.get("optim")
+    c.record(f"optimizer.{kind}", found.kind if found else Kind.DEFAULT, found.text if found else "AdamW")
+    for key in options:
+        inner = [one for one in flat.outcomes.values() if re.match(rf"args\.{re.escape(key)}(\.|\[|$)", one.name)]
+        if inner and key not in ALWAYS:
+            c.record(f"optimizer.{key}", inner[0].kind, inner[0].text)
+
+
+ALWAYS, GROUPS = ("lr", "weight_decay"), ("param_group_overrides",)
+
+
+def _is_plain(module: str) -> bool:
+    """Whether classes of a module take the parameters of a model and their own arguments."""
+    return module.startswith("torch.optim") or module.partition(".")[0] not in PACKAGES
 
 
 def interval(

@@ -17,7 +17,7 @@ from shardtune.config.foreign import (
     axolotl_keys,
     launch_keys,
     llama_factory,
-    nemo,
+    nemo_keys,
     torchtune,
     training_arguments,
     trl,
@@ -48,7 +48,7 @@ def test_each_entry_names_keys_that_exist():
 
 def test_no_name_stands_twice_in_a_table():
     """The second entry would replace the first one without a word."""
-    for module in (axolotl_keys, launch_keys, llama_factory, nemo, torchtune, training_arguments, trl):
+    for module in (axolotl_keys, launch_keys, llama_factory, nemo_keys, torchtune, training_arguments, trl):
         tree = ast.parse(Path(module.__file__).read_text())
         tables = [node.value for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and _is_table(node)]
         assert tables
