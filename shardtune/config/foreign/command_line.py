@@ -149,6 +149,10 @@ def _automodel(words: Sequence[str]) -> CommandLine:
             where=AUTOMODEL,
             remedy=f"give {AUTOMODEL} FILE, with --nproc-per-node N and keys of the file (--optimizer.lr 1e-5)",
         )
+    for name in given:
+        outer = next((one for one in given if name.startswith(f"{one}.")), None)
+        if outer is not None:
+            raise ConfigError(f"--{outer} and --{name} set the same keys", where=AUTOMODEL, remedy="keep one of them")
     options = {name: text for name, text in given.items() if name in RANKS_OF}
     keys = {name: _read(str(text)) for name, text in given.items() if name not in RANKS_OF}
     return CommandLine(Path(files[0]), {}, Launch("torchrun", options, AUTOMODEL), keys)

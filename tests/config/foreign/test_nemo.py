@@ -303,6 +303,7 @@ def test_the_command_of_automodel_is_read():
         "--optimizer.lr 1 --optimizer.lr 2",
         "--nproc_per_node 2 --nproc-per-node 3",
         "--seed 1 more",
+        "--a.b 1 --a null",
         "--",
         "-c",
     ):
