@@ -188,8 +188,13 @@ def _loggers(c: Conversion) -> None:
         c.put("runner.logger.logger_backends", backends, *(f"use_{name}" for name in REPORTS), "wandb_project")
     if c.has("hub_model_id"):
         rules.hub(c, "hub_model_id")
-    if c.has("wandb_project"):
-        c.put("runner.logger.project_name", c.get("wandb_project"), "wandb_project")
+    names = {"wandb": "wandb_project", "mlflow": "mlflow_experiment_name", "trackio": "trackio_project_name"}
+    for name in (name for backend, name in names.items() if backend in backends and c.has(name)):
+        line = c.lines.get("runner.logger.project_name")
+        if line is None or line.value == c.get(name):
+            c.put("runner.logger.project_name", c.get(name), name)
+        else:
+            c.missing("runner.logger.project_name is one name for all loggers", name)
 
 
 def _adapter(c: Conversion) -> None:

@@ -27,7 +27,7 @@ TABLE: Table = {
     "datasets": By("data.train_data_paths: [FILE, {path: OWNER/NAME, split: SPLIT}]"),
     "test_datasets": By("data.eval_data_paths: [FILE, {path: OWNER/NAME, split: SPLIT}]"),
     "pretraining_dataset": Missing(
-        "data.train_data_paths names rows of plain text; they are read into a cache, not streamed"
+        "data.train_data_paths names rows of plain text; data.cache: by_file begins with the first files"
     ),
     "val_set_size": By("data.eval_split: SHARE"),
     "dataset_prepared_path": To("data.cache_dir"),
@@ -38,7 +38,7 @@ TABLE: Table = {
     "sample_packing_sequentially": By("data.shuffle: false"),
     "curriculum_sampling": By("data.shuffle: false"),
     "dataset_exact_deduplication": Missing("data.transform: FILE.py:FUNCTION may drop rows by returning None"),
-    "streaming": Missing("rows are read into a cache of tokens, which is memory-mapped"),
+    "streaming": Missing("data.cache: by_file trains on the first files while the others are tokenised"),
     "sequence_len": By("data.max_length: N"),
     "excess_length_strategy": By("data.on_too_long: drop (or truncate, fail)"),
     "max_packed_sequence_len": Missing("rows are limited by data.max_length, steps by actor.global_batch_tokens"),
@@ -151,6 +151,20 @@ TABLE: Table = {
     "use_mlflow": By("runner.logger.logger_backends: [jsonl, mlflow]"),
     "use_trackio": By("runner.logger.logger_backends: [jsonl, trackio]"),
     "use_swanlab": By("runner.logger.logger_backends: [jsonl, swanlab]"),
+    "mlflow_experiment_name": By("runner.logger.project_name: NAME, with mlflow in runner.logger.logger_backends"),
+    "trackio_project_name": By("runner.logger.project_name: NAME, with trackio in runner.logger.logger_backends"),
+    "mlflow_tracking_uri": Missing("MLFLOW_TRACKING_URI in the environment"),
+    "processor_kwargs": Missing("it is set in the processor's own files; actor.model.image_size checks the size"),
+    **each(
+        "overrides_of_model_kwargs model_kwargs",
+        Missing("actor.model.config_overrides: {NAME: VALUE} for values of the model's configuration"),
+    ),
+    "bnb_config_kwargs": Missing("bases are NF4, made when the model is loaded: actor.model.lora.base_dtype: nf4"),
+    **each(
+        "do_causal_lm_eval eval_causal_lm_metrics",
+        Missing("eval.generate: true answers evaluation rows, eval.metrics has scores of yours"),
+    ),
+    **each("do_bench_eval bench_dataset bench_split", Missing("eval.harness: [TASK] at each evaluation of a run")),
     "wandb_entity": Missing("WANDB_ENTITY in the environment"),
     "wandb_mode": Missing("WANDB_MODE in the environment"),
     "wandb_run_id": Missing("WANDB_RUN_ID in the environment"),
@@ -179,7 +193,7 @@ TABLE: Table = {
     "push_dataset_to_hub": Missing("tokenised rows stay in the cache; rows are uploaded with datasets"),
     "reinit_weights": To("actor.model.from_scratch", is_on),
     "activation_checkpointing": To("actor.model.gradient_checkpointing", is_on),
-    "layers_to_transform": Missing("actor.model.freeze: patterns of the parameters that are not trained"),
+    "layers_to_transform": Missing("actor.model.lora.layers_to_transform: [N]; without LoRA actor.model.freeze"),
     "device": NotNeeded("runner.device: auto is CUDA where there is a GPU"),
     "is_preprocess": NotNeeded("rows are encoded when training starts, once"),
     "model_quantization_config": Missing(
@@ -238,19 +252,19 @@ TABLE: Table = {
         NotNeeded("rows are always packed, without padding"),
     ),
     **each(
-        "strict type_of_model model_type cls_model_config processor_kwargs tokenizer_save_jinja_files "
+        "strict type_of_model model_type cls_model_config tokenizer_save_jinja_files "
         "save_safetensors mean_resizing_embeddings dataset_shard_idx skip_prepare_dataset num_dataset_shards_to_save "
         "dataset_keep_in_memory dataloader_pin_memory dataloader_num_workers dataloader_prefetch_factor "
         "accelerator_config remove_unused_columns hf_use_auth_token device_map world_size "
         "local_rank ddp ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters gc_steps gc_collect_steps "
         "torch_empty_cache_steps gradient_checkpointing_kwargs deepcompile fsdp_version fsdp_final_state_dict_type "
-        "heads_k_stride ring_attn_func max_memory low_cpu_mem_usage preprocess_iterable overrides_of_model_kwargs "
-        "model_kwargs total_num_tokens total_supervised_tokens axolotl_config_path is_falcon_derived_model "
+        "heads_k_stride ring_attn_func max_memory low_cpu_mem_usage preprocess_iterable "
+        "total_num_tokens total_supervised_tokens axolotl_config_path is_falcon_derived_model "
         "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model experimental_skip_move_to_device "
-        "bnb_config_kwargs qlora_sharded_model_loading lora_fan_in_fan_out peft_ensure_weight_tying "
+        "qlora_sharded_model_loading lora_fan_in_fan_out peft_ensure_weight_tying "
         "peft_autocast_adapter_dtype merge_lora merge_method ple_cpu_offload use_onebitllms profiler_steps_start "
-        "include_tokens_per_second include_tkps eval_table_size eval_max_new_tokens do_causal_lm_eval "
-        "eval_causal_lm_metrics do_bench_eval bench_dataset bench_split wandb_watch wandb_log_model "
+        "include_tokens_per_second include_tkps eval_table_size eval_max_new_tokens "
+        "wandb_watch wandb_log_model "
         "resources_per_worker ray_run_name torchdistx_path dynamic_checkpoint image_resize_algorithm role_boundaries",
         NotNeeded("it does not arise here, or changes no number"),
     ),
@@ -261,9 +275,9 @@ TABLE: Table = {
         "dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap qgalore_scale "
         "qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size qgalore_cos_threshold "
         "qgalore_gamma_proj qgalore_queue_size scaling_softmax_factor scaling_softmax_bias fp8_config "
-        "fp8_enable_fsdp_float8_all_gather model_quantization_config_kwargs mlflow_tracking_uri "
-        "mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts comet_api_key comet_workspace "
-        "comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config trackio_project_name "
+        "fp8_enable_fsdp_float8_all_gather model_quantization_config_kwargs "
+        "mlflow_run_name hf_mlflow_log_artifacts comet_api_key comet_workspace "
+        "comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config "
         "trackio_run_name trackio_space_id otel_metrics_host otel_metrics_port gradio_title gradio_share "
         "gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature num_generation_samples "
         "generation_max_new_tokens generation_temperature generation_top_p generation_top_k generation_prompt_ratio "

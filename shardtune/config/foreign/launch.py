@@ -161,7 +161,9 @@ def sharing(found: Started) -> int:
 
 
 def _divides(found: Started) -> bool:
-    return is_on(found.values.get("use_parallelism_config", True))
+    """Whether accelerate reads the sizes: those of a file always, flags with their switch alone."""
+    of_file = any(name in found.values and name not in found.launch.options for name in SHARING)
+    return is_on(found.values.get("use_parallelism_config", of_file))
 
 
 def precision_of(found: Started) -> str:
@@ -305,7 +307,7 @@ def _precision(c: Conversion, name: str, kind: str) -> None:
         else:
             c.missing(
                 "TRL computes in bf16 unless bf16: false is given, whatever the launcher has; otherwise write "
-                f"actor.model.precision: {kind}",
+                + ("actor.model.fp8.scaling: tensorwise" if kind == "fp8" else f"actor.model.precision: {kind}"),
                 name,
             )
     elif kind in ("bf16", "fp16"):

@@ -110,7 +110,7 @@ TABLE: Table = {
     "ray_num_workers": Missing("runner.launcher: ray and runner.num_ranks: N", (None, 1)),
     "master_port": To("runner.master_port", whole),
     "deterministic": To("runner.deterministic", is_on),
-    "streaming": Missing("rows are read into a cache of tokens, which is memory-mapped"),
+    "streaming": Missing("data.cache: by_file trains on the first files while the others are tokenised"),
     "tokenized_path": To("data.cache_dir"),
     "use_dft_loss": To("actor.loss", lambda value: "dft" if is_on(value) else None),
     "use_asft_loss": Missing("actor.loss: FILE.py:FUNCTION"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardtune.config.foreign import rules, torchtune_data
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.values import PRECISIONS, clip, is_on, listed, number, whole
+from shardtune.config.foreign.values import PRECISIONS, as_number, clip, is_on, listed, number, whole
 from shardtune.errors import ConfigError
 
 NAME = "torchtune"
@@ -251,10 +251,16 @@ def _teacher(c: Conversion) -> None:
 
 def _rest(c: Conversion) -> None:
     loss = str(c.get("loss._component_", "CEWithChunkedOutputLoss")).rpartition(".")[2]
-    if "CE" in loss or "CrossEntropy" in loss:
+    package = str(c.get("loss._component_", "torchtune.")).partition(".")[0]
+    if package in ("torchtune", "torch") and ("CE" in loss or "CrossEntropy" in loss):
         c.not_needed("the loss of language models, computed in parts", "loss")
+        c.put("actor.label_smoothing", as_number(c.get("loss.label_smoothing", 0.0)), "loss.label_smoothing")
+        changed = [f"loss.{key}" for key in ("weight", "reduction") if c.get(f"loss.{key}", "mean") != "mean"]
+        c.missing("actor.loss: FILE.py:FUNCTION", *changed)
     else:
         c.missing("actor.loss: FILE.py:FUNCTION", "loss")
+    if not str(c.get("collate_fn", "torchtune.")).startswith("torchtune."):
+        c.missing("it is not read: data.transform: FILE.py:FUNCTION makes rows, with targets too", "collate_fn")
     logger = str(c.get("metric_logger._component_", "")).rpartition(".")[2]
     backend = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}.get(logger)
     if backend:

@@ -83,7 +83,7 @@ REMEDIES = {
     "revision": "write it behind the name: path: OWNER/NAME@REVISION",
     "data_dir": "name the folder, or the files in it: data.train_data_paths: FOLDER",
     "token": "HF_TOKEN in the environment",
-    "streaming": "rows are read into a cache of tokens, which is memory-mapped",
+    "streaming": "data.cache: by_file trains on the first files while the others are tokenised",
 }
 ALPACA_TEXT = (
     "torchtune writes Alpaca's own text around such rows, here the chat template is used; docs/coming-from.md has a "

@@ -197,3 +197,16 @@ def test_processes_that_share_rows_by_accelerate_count_once(used: bool, rows: in
     assert value(found, RANKS) == 8
     assert [value(found, f"actor.parallel.{name}") for name in ("tensor", "sequence", "data_shard")] == [tensor] * 3
     assert "does not load" not in found.report
+
+
+def test_sizes_by_flags_alone_have_no_effect_as_in_accelerate():
+    sizes = "--num_processes 8 --parallelism_config_tp_size 2"
+    off = of(f"accelerate launch {sizes} sft.py {FLAGS} --per_device_train_batch_size 2")
+    assert (value(off, ROWS), value(off, "actor.parallel.tensor")) == (16, "absent")
+    on = of(f"accelerate launch {sizes} --use_parallelism_config sft.py {FLAGS} --per_device_train_batch_size 2")
+    assert (value(on, ROWS), value(on, "actor.parallel.tensor")) == (8, 2)
+
+
+def test_fp8_of_a_launcher_is_answered_by_its_key():
+    found = of(f"accelerate launch --mixed_precision fp8 sft.py {FLAGS}")
+    assert "write model.fp8.scaling: tensorwise" in " ".join(found.report.split())

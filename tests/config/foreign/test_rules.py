@@ -367,3 +367,29 @@ def test_arguments_of_from_pretrained_have_the_keys_that_say_the_same(of):
     assert value(found, "actor.model.attn_implementation") == "sdpa"
     assert "actor.model.precision" in found.conversion.outcomes["model_init_kwargs.dtype"].text
     assert "config_overrides" in found.conversion.outcomes["model_init_kwargs.revision"].text
+
+
+def test_losses_and_collators_of_torchtune(of):
+    smooth = of(
+        "torchtune", loss={"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1, "weight": [1, 2]}
+    )
+    assert value(smooth, "actor.label_smoothing") == 0.1
+    assert smooth.conversion.outcomes["loss.weight"].kind is Kind.MISSING
+    own = of("torchtune", loss={"_component_": "mine.ShiftedCELoss"}, collate_fn="mine.collate")
+    assert {own.conversion.outcomes[name].kind for name in ("loss._component_", "collate_fn")} == {Kind.MISSING}
+    plain = of("torchtune", loss={"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"})
+    assert plain.conversion.outcomes["loss._component_"].kind is Kind.NOT_NEEDED
+
+
+def test_projects_of_axolotl_by_each_logger(of):
+    found = of("axolotl", use_mlflow=True, mlflow_experiment_name="tuning", mlflow_tracking_uri="http://host")
+    assert value(found, "runner.logger.project_name") == "tuning"
+    assert found.conversion.outcomes["mlflow_tracking_uri"].kind is Kind.MISSING
+    two = of("axolotl", use_mlflow=True, mlflow_experiment_name="tuning", wandb_project="other")
+    assert value(two, "runner.logger.project_name") == "other"
+    assert two.conversion.outcomes["mlflow_experiment_name"].kind is Kind.MISSING
+
+
+@pytest.mark.parametrize("name", ["processor_kwargs", "model_kwargs", "overrides_of_model_kwargs", "bnb_config_kwargs"])
+def test_arguments_of_axolotl_that_change_a_model_are_named(of, name: str):
+    assert of("axolotl", **{name: {"min_pixels": 4}}).conversion.outcomes[f"{name}.min_pixels"].kind is Kind.MISSING
