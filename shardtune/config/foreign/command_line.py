@@ -32,6 +32,8 @@ PROGRAMS = ("trl", "sft", "llamafactory-cli", "train", "axolotl")
 SCRIPTS = "trl.scripts."
 TUNE = ["tune", "run"]
 """torchtune's command: options of torchrun, one of its recipes, `--config FILE`, and keys of the file (`lr=1e-5`)."""
+FINE_TUNING = ("finetune", "knowledge_distillation")
+"""What the names of its recipes that are converted have in them."""
 AUTOMODEL = "automodel"
 """NeMo Automodel's command: a file, options of torchrun, and keys of the file as flags (`--optimizer.lr 1e-5`)."""
 OF_AUTOMODEL = ("finetune", "pretrain", "kd", "llm", "vlm")
@@ -99,7 +101,7 @@ def _tune(words: Sequence[str]) -> CommandLine:
     """The words after `tune run`."""
     options, rest = _options("torchrun", words)
     recipe, given = "".join(rest[:1]), [*rest[1:]]
-    if "finetune" not in recipe and not recipe.endswith(".py"):
+    if not recipe.endswith(".py") and not any(kind in recipe for kind in FINE_TUNING):
         raise ConfigError(
             f"tune run {recipe} is no supervised fine-tuning" if recipe else "the recipe of tune run is missing",
             where="tune run",

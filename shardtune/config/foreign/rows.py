@@ -55,7 +55,10 @@ def split_of(given: object) -> tuple[dict[str, object], str]:
     first = re.fullmatch(r"0?:(\d+)\]", part)
     if first and int(first[1]) > 0:
         return {**options, "max_samples": int(first[1])}, ""
-    return options, "max_samples: N of an entry takes its first N rows; here all are taken" if part else ""
+    return (
+        options,
+        "max_samples: N takes the first N rows, data.eval_split holds a share out; here all are taken" if part else "",
+    )
 
 
 def sets_of(c: Conversion, section: str) -> list[tuple[str, Mapping[str, object]]]:

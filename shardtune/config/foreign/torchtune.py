@@ -184,6 +184,13 @@ def _model(c: Conversion) -> None:
     c.not_needed("the model is built from its own configuration", "model._component_")
     parts = [name for name in c.given if name.startswith("model.") and name not in _MODEL]
     c.missing(f"the model is built from its own configuration; {_CHANGED}", *parts)
+    trained = [f"model.{part}_trainable" for part in ("decoder", "encoder", "fusion")]
+    c.missing("actor.model.freeze, or actor.model.lora.exclude_modules, names what is not trained", *trained)
+    if "vision" in builder:
+        c.notes.append(
+            f"torchtune's {builder} trains the parts that decoder_trainable, encoder_trainable and fusion_trainable "
+            "say, by default not the decoder; here everything is trained that actor.model.freeze does not name"
+        )
     if builder.startswith(("lora_", "qlora_", "dora_")):
         _lora(c, builder)
     kind = _dtype(c)

@@ -48,6 +48,7 @@ FLAGS = "--model_name_or_path me/model --dataset_name me/rows"
         ("env A=1 B_2= torchrun --nproc_per_node 2 sft.py --seed 1", None, {"seed": 1}, 2),
         ("tune run --nproc_per_node 2 lora_finetune_distributed --config a.yaml", "a.yaml", {}, 2),
         ("tune run full_finetune_single_device --config=a.yaml", "a.yaml", {}, 1),
+        ("tune run knowledge_distillation_single_device --config=a.yaml", "a.yaml", {}, 1),
         ("deepspeed --exclude localhost:0 --num_gpus 4 sft.py", None, {}, None),
     ],
 )

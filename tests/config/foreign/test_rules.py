@@ -381,6 +381,13 @@ def test_losses_and_collators_of_torchtune(of):
     assert plain.conversion.outcomes["loss._component_"].kind is Kind.NOT_NEEDED
 
 
+def test_parts_that_torchtune_does_not_train_are_said(of):
+    builder = "torchtune.models.llama3_2_vision.llama3_2_vision_11b"
+    found = of("torchtune", model={"_component_": builder, "encoder_trainable": False})
+    assert "actor.model.freeze" in found.conversion.outcomes["model.encoder_trainable"].text
+    assert any("decoder_trainable" in note for note in found.conversion.notes)
+
+
 def test_projects_of_axolotl_by_each_logger(of):
     found = of("axolotl", use_mlflow=True, mlflow_experiment_name="tuning", mlflow_tracking_uri="http://host")
     assert value(found, "runner.logger.project_name") == "tuning"
