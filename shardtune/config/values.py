@@ -323,7 +323,6 @@ AnswerPattern = Annotated[
 ]
 NamePattern = Annotated[str, Field(min_length=1), BeforeValidator(_regular_expression), Allowed("a regular expression")]
 Names = Annotated[list[str], BeforeValidator(_texts), Allowed("a list of names")]
-NameOrNames = Annotated[str | list[str], BeforeValidator(_text_or_texts), Allowed("a name or a list of names")]
 NamePatterns = Annotated[
     str | list[str], BeforeValidator(_patterns), Allowed("a regular expression, or a list of names")
 ]

@@ -244,12 +244,7 @@ def _targets(c: Conversion, modules: object) -> None:
         c.put(key, "all-linear", "lora_target_linear")
         c.not_needed("lora_target_linear has all linear layers", "lora_target_modules")
     elif modules is not None:
-        pattern = isinstance(modules, str) and any(sign in modules for sign in "()[]\\|^$*+?")
-        if pattern:
-            c.put(key, "all-linear", comment="lora_target_modules is a pattern, see the end", always=True)
-            c.missing("actor.model.lora.target_modules is a list of name endings, not a pattern", "lora_target_modules")
-        else:
-            c.put(key, names(modules), "lora_target_modules")
+        c.put(key, names(modules), "lora_target_modules")
     elif not c.has("lora_target_parameters"):
         c.put(key, ["q_proj", "v_proj"], comment="PEFT's default for most models; check yours")
 

@@ -76,8 +76,8 @@ def _targets(c: Conversion) -> None:
     if excluded:
         c.put(EXCLUDED, _modules(excluded), without)
     for pattern in (*targets, *excluded):
-        if re.search(r"\d\.\*", pattern):
-            c.notes.append(f"{pattern}: 1.* is 10 to 19 as well in a pattern of {NAME}; here it is that layer alone")
+        if re.search(r"[1-9]\d*\.\*", pattern):
+            c.notes.append(f"{pattern}: layers.1.* is layers 10 to 19 as well for {NAME}; here it is that layer alone")
     c.not_needed("the modules are named", every)
 
 

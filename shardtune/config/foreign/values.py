@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from shardtune.config.foreign.table import NoCounterpart
@@ -40,6 +41,8 @@ NO_OPTIMIZER = (
     "actor.optim.name is a class of torch.optim, or of a package, package.module:Class, with actor.optim.args; AdamW "
     "is the default, with actor.optim.state_dtype: int8 small"
 )
+PATTERN = re.compile(r"[\\()\[\]{}|^$*+?]")
+"""What a regular expression has, and no name of a module."""
 PRECISIONS = {
     **dict.fromkeys(("bfloat16", "bf16"), "bf16"),
     **dict.fromkeys(("float16", "fp16", "half"), "fp16"),
@@ -113,8 +116,12 @@ def whole_number(remedy: str) -> Callable[[object], object]:
 
 
 def names(value: object) -> object:
-    """A list of names; `all-linear` in any spelling is one word."""
+    """A list of names; `all-linear` in any spelling is one word, and a regular expression is text."""
+    if isinstance(value, str) and PATTERN.search(value):
+        return value
     given = [str(name) for name in listed(value)]
+    if len(given) == 1 and PATTERN.search(given[0]):
+        return given[0]
     return "all-linear" if [name.replace("_", "-").lower() for name in given] in (["all-linear"], ["all"]) else given
 
 

@@ -14,7 +14,6 @@ from shardtune.config.values import (
     ImageSize,
     LayerNumbers,
     LoraInit,
-    NameOrNames,
     NamePattern,
     NamePatterns,
     Number,
@@ -27,10 +26,10 @@ class LoraConfig(Section):
     r: Count = key(16, "The rank of the LoRA matrices.")
     alpha: Number = key(32.0, "The scale of LoRA: its output is multiplied by alpha / r.", gt=0)
     dropout: Number = key(0.0, "Dropout on the inputs of LoRA, in training.", ge=0, lt=1)
-    target_modules: NameOrNames = key(
+    target_modules: NamePatterns = key(
         "all-linear",
-        "The modules that get LoRA: all-linear (except the head), or a list of name endings; [] with "
-        "`target_parameters` alone.",
+        "The modules that get LoRA: all-linear (except the head), a list of name endings, or a regular expression for "
+        "whole names of linear layers; [] with `target_parameters` alone.",
     )
     target_parameters: list[Text] = key(
         [],

@@ -28,6 +28,7 @@ from torch import nn
 
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
+from shardtune.models.lora.choice import is_pattern
 from shardtune.models.lora.config import (
     PICKLED,
     PREFIX,
@@ -189,6 +190,8 @@ def _to_train(model: nn.Module, config: LoraConfig, afresh: Sequence[str], notes
     """The modules with random weights that are trained in full: frozen, they would be noise."""
     named = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
     adapted = {name for ending in named for name, _ in model.named_modules() if ends(name, ending)}
+    if isinstance(config.target_modules, str) and is_pattern(config.target_modules):
+        adapted = {name for name, _ in model.named_modules() if re.fullmatch(config.target_modules, name)}
     found = [
         name
         for name in afresh

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
-from shardtune.models.lora.choice import SECTION, chosen, in_layers, own_values
+from shardtune.models.lora.choice import SECTION, chosen, in_layers, is_pattern, own_values
 from shardtune.models.lora.linear_layers import LINEAR, lost_when_loaded, uncalled, unlike_linear
 
 ALL_LINEAR = "all-linear"
@@ -92,6 +92,9 @@ def targeted(
     targets = config.target_modules
     if targets == ALL_LINEAR:
         names = chosen(model, config, dict.fromkeys(_all_linear(model, trained, notes), False))
+    elif isinstance(targets, str) and is_pattern(targets):
+        names = chosen(model, config, dict.fromkeys(_matched(model, targets, notes), False))
+        _check_apart(names, trained)
     else:
         endings = [targets] if isinstance(targets, str) else targets
         found = [
@@ -198,6 +201,24 @@ def _shared(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, count in names.items() if count > 1}
 
 
+def _matched(model: nn.Module, pattern: str, notes: list[str]) -> list[str]:
+    """The linear layers whose whole names a regular expression matches, as in PEFT."""
+    named = {name: module for name, module in model.named_modules() if re.fullmatch(pattern, name)}
+    found = [name for name, module in named.items() if isinstance(module, LINEAR)]
+    where = f"{SECTION}.target_modules"
+    if not found:
+        layers = [name for name, module in model.named_modules() if isinstance(module, LINEAR)]
+        raise ConfigError(
+            f"{where}: {pattern} matches the whole name of no linear layer of {class_name(model)}",
+            where=where,
+            remedy=f"names look like {', '.join(layers[:3])}",
+        )
+    found = without_frozen(model, found, pattern, "target_modules", notes)
+    for name in found:
+        _check_adaptable(model, name)
+    return found
+
+
 def _ending(model: nn.Module, ending: str) -> list[str]:
     """The modules whose name is `ending`, or ends with it after a dot."""
     named = dict(model.named_modules())
@@ -210,18 +231,24 @@ def _ending(model: nn.Module, ending: str) -> list[str]:
             where=where,
             remedy=f"use {ALL_LINEAR}, or of {', '.join(known)}",
         )
-    attention = [name for name, module in named.items() if isinstance(module, nn.MultiheadAttention)]
     for name in found:
-        inside = any(name != owner and is_inside(name, [owner]) for owner in attention)
-        what = "inside an nn.MultiheadAttention" if inside else _obstacle(named[name]) or uncalled(model, name)
-        if what:
-            raise ConfigError(
-                f"{where}: {name} is {what}, which cannot be adapted",
-                where=where,
-                remedy="name linear layers, embeddings or convolutions, or train it in full: "
-                f"{SECTION}.modules_to_save",
-            )
+        _check_adaptable(model, name)
     return found
+
+
+def _check_adaptable(model: nn.Module, name: str) -> None:
+    where = f"{SECTION}.target_modules"
+    attention = [owner for owner, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    inside = any(name != owner and is_inside(name, [owner]) for owner in attention)
+    what = (
+        "inside an nn.MultiheadAttention" if inside else _obstacle(model.get_submodule(name)) or uncalled(model, name)
+    )
+    if what:
+        raise ConfigError(
+            f"{where}: {name} is {what}, which cannot be adapted",
+            where=where,
+            remedy=f"name linear layers, embeddings or convolutions, or train it in full: {SECTION}.modules_to_save",
+        )
 
 
 def _obstacle(module: nn.Module) -> str:

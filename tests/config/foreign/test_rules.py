@@ -388,6 +388,15 @@ def test_parts_that_torchtune_does_not_train_are_said(of):
     assert any("decoder_trainable" in note for note in found.conversion.notes)
 
 
+def test_a_pattern_of_modules_stays_one(of):
+    pattern = r".*layers\.[0-3]\..*(q|v)_proj"
+    found = of("axolotl", adapter="lora", lora_target_modules=pattern)
+    assert value(found, "actor.model.lora.target_modules") == pattern
+    alone = of("trl", use_peft=True, lora_target_modules=[pattern])
+    assert value(alone, "actor.model.lora.target_modules") == pattern
+    assert "does not load" not in found.report + alone.report
+
+
 def test_projects_of_axolotl_by_each_logger(of):
     found = of("axolotl", use_mlflow=True, mlflow_experiment_name="tuning", mlflow_tracking_uri="http://host")
     assert value(found, "runner.logger.project_name") == "tuning"

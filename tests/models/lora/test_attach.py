@@ -347,6 +347,17 @@ def test_chosen_layers_and_modules_are_those_of_the_file_that_peft_loads(
     assert {name: layer.r["default"] for name, layer in lora_layers(again)} == ranks
 
 
+def test_a_pattern_adapts_the_linear_layers_whose_whole_names_it_matches(tmp_path: Path) -> None:
+    model, again = empty(tiny_config("llama")), empty(tiny_config("llama"))
+    attach_adapter(model, LoraConfig(r=2, target_modules=r".*\.layers\.0\..*|.*\.1\..*\.(q|v)_proj"))
+    names = {name for name, _ in lora_layers(model)}
+    assert {name.rpartition(".")[2] for name in names if ".layers.1." in name} == {"q_proj", "v_proj"}
+    assert len([name for name in names if ".layers.0." in name]) == 7
+    adapter_config(model).save_pretrained(str(tmp_path))
+    peft.inject_adapter_in_model(peft.PeftConfig.from_pretrained(str(tmp_path)), again, low_cpu_mem_usage=True)
+    assert {name for name, _ in lora_layers(again)} == names
+
+
 def test_patterns_reach_stacked_experts_and_keep_their_order_in_the_file(tmp_path: Path) -> None:
     """PEFT sorts them when it saves; the first that matches decides."""
     config = LoraConfig(
@@ -375,6 +386,7 @@ def test_patterns_reach_stacked_experts_and_keep_their_order_in_the_file(tmp_pat
         ({"rank_pattern": {"q_prj": 4}}, "rank_pattern: q_prj matches no adapted module", "q_proj"),
         ({"rank_pattern": {"lm_head": 4}}, "rank_pattern: lm_head matches no adapted module", "names here are"),
         ({"alpha_pattern": {".*proj": 4, "q_proj": 8}}, "q_proj decides about no module", "narrower pattern first"),
+        ({"target_modules": ".*q_prj"}, ".*q_prj matches the whole name of no linear layer", "q_proj"),
         ({"exclude_modules": ["up_prj"]}, "exclude_modules: up_prj is the name of no module", "up_proj"),
         ({"exclude_modules": "up_proj"}, "up_proj matches no whole name of a module", "[up_proj]"),
         ({"exclude_modules": ["mlp"]}, "mlp is a module with adapted ones inside", r"'.*mlp\..*'"),
