@@ -9,7 +9,7 @@ from shardtune.config.foreign import nemo_adapters, nemo_data, rules
 from shardtune.config.foreign.conversion import Conversion, Kind, Outcome, defaults
 from shardtune.config.foreign.nemo_keys import EACH, ROWS, TABLE
 from shardtune.config.foreign.nemo_schedule import schedule
-from shardtune.config.foreign.nemo_sections import NAME, OF_NEMO, count, left, read_sections
+from shardtune.config.foreign.nemo_sections import NAME, OF_NEMO, count, is_null, left, read_sections
 from shardtune.config.foreign.rows import EVAL
 from shardtune.config.foreign.values import PRECISIONS, as_number, is_on, listed, number, whole
 from shardtune.config.tree import get_value
@@ -81,7 +81,7 @@ def _steps(c: Conversion) -> int | None:
     """The length of the run and its intervals; returns the number of steps where it is known."""
     name, steps = "step_scheduler.num_epochs", "step_scheduler.max_steps"
     epochs, limit = count(c, name), count(c, steps)
-    if epochs is None and limit is not None and "num_epochs" in c.get("step_scheduler", {}):
+    if epochs is None and limit is not None and is_null(c, name):
         c.put("runner.max_epochs", -1, comment=f"{name} is null: {steps} alone ends the run")
     else:
         c.put("runner.max_epochs", epochs or 10, name, comment=rules.origin(c, name))
@@ -93,8 +93,7 @@ def _steps(c: Conversion) -> int | None:
 def _intervals(c: Conversion) -> None:
     """When checkpoints are saved and evaluations run: at each checkpoint, too."""
     name, at_ends = "step_scheduler.ckpt_every_steps", "step_scheduler.save_checkpoint_every_epoch"
-    is_null = "ckpt_every_steps" in c.get("step_scheduler", {}) and not c.has(name)
-    every = "epoch" if is_null else count(c, name) or 100
+    every = "epoch" if is_null(c, name) else count(c, name) or 100
     if is_on(c.get("checkpoint.enabled", True)):
         c.put("runner.save_interval", every, name, comment=rules.origin(c, name))
         if every != "epoch" and is_on(c.get(at_ends, True)):

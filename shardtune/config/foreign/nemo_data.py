@@ -212,6 +212,12 @@ def _targets(c: Conversion) -> None:
         c.put("data.train_on", "all", answers)
     elif is_on(c.get(last)):
         c.put("data.train_on", "last_assistant", last)
+    is_chat = f".{CHATS}" in str(c.get("dataset._target_")) or is_on(c.get("dataset.use_hf_chat_template"))
+    if is_chat and is_on(c.get(answers, True)):
+        c.notes.append(
+            f"{NAME} trains what opens an answer, too (<|im_start|>assistant), unless the chat template has generation "
+            "marks; here what the model writes is trained alone"
+        )
     for name in (answers, last):
         c.record(name, Kind.DEFAULT, "data.train_on: assistant")
     theirs = [name for name in c.given if name.startswith(VALIDATION) and name.endswith(("loss_mask", "mask_history"))]

@@ -99,6 +99,11 @@ def left(c: Conversion, name: str, section: str) -> bool:
     return name.startswith(f"{section}.") and name not in c.outcomes
 
 
+def is_null(c: Conversion, name: str) -> bool:
+    """Whether a key is given, as null."""
+    return name in c.given and c.given[name] is None
+
+
 def count(c: Conversion, name: str, least: int = 1) -> int | None:
     """A whole number; None where the key is absent or null.
 

@@ -262,6 +262,12 @@ def test_rows_of_any_columns(of):
     assert other.conversion.outcomes["dataset._target_"].kind is Kind.MISSING
 
 
+def test_that_the_opening_of_an_answer_is_trained_there_is_said(of):
+    assert any("opens an answer" in note for note in of("nemo").conversion.notes)
+    rows = {"_target_": LINES, "path_or_dataset_id": "a.jsonl", "column_mapping": {"question": "q", "answer": "a"}}
+    assert not any("opens an answer" in note for note in of("nemo", dataset=rows).conversion.notes)
+
+
 def test_evaluation_sets_keep_their_names(of):
     chats = SMALLEST["nemo"]["dataset"]
     found = of("nemo", validation_dataset_math={**chats, "path_or_dataset_id": "me/math"}, validation_dataset=chats)
