@@ -214,8 +214,7 @@ def _matched(model: nn.Module, pattern: str, notes: list[str]) -> list[str]:
             remedy=f"names look like {', '.join(layers[:3])}",
         )
     found = without_frozen(model, found, pattern, "target_modules", notes)
-    for name in found:
-        _check_adaptable(model, name)
+    _check_adaptable(model, found)
     return found
 
 
@@ -231,24 +230,23 @@ def _ending(model: nn.Module, ending: str) -> list[str]:
             where=where,
             remedy=f"use {ALL_LINEAR}, or of {', '.join(known)}",
         )
-    for name in found:
-        _check_adaptable(model, name)
+    _check_adaptable(model, found)
     return found
 
 
-def _check_adaptable(model: nn.Module, name: str) -> None:
-    where = f"{SECTION}.target_modules"
-    attention = [owner for owner, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    inside = any(name != owner and is_inside(name, [owner]) for owner in attention)
-    what = (
-        "inside an nn.MultiheadAttention" if inside else _obstacle(model.get_submodule(name)) or uncalled(model, name)
-    )
-    if what:
-        raise ConfigError(
-            f"{where}: {name} is {what}, which cannot be adapted",
-            where=where,
-            remedy=f"name linear layers, embeddings or convolutions, or train it in full: {SECTION}.modules_to_save",
-        )
+def _check_adaptable(model: nn.Module, names: Sequence[str]) -> None:
+    where, modules = f"{SECTION}.target_modules", dict(model.named_modules())
+    attention = [name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention)]
+    for name in names:
+        inside = any(name != owner and is_inside(name, [owner]) for owner in attention)
+        what = "inside an nn.MultiheadAttention" if inside else _obstacle(modules[name]) or uncalled(model, name)
+        if what:
+            raise ConfigError(
+                f"{where}: {name} is {what}, which cannot be adapted",
+                where=where,
+                remedy="name linear layers, embeddings or convolutions, or train it in full: "
+                f"{SECTION}.modules_to_save",
+            )
 
 
 def _obstacle(module: nn.Module) -> str:
