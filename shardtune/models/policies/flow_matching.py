@@ -11,6 +11,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -388,8 +389,12 @@ class FlowPolicy(Policy):
 
     @cached_property
     def vlm_config(self) -> Any:
-        """The config of the vision-language model: in the policy's directory (a run's final/), else of `backbone`."""
-        file = None if self._directory is None else self._directory / BACKBONE
+        """The config of the vision-language model: in the directory of the policy (a run's final/), or in that of an
+        adapter over weights that are drawn; else of `backbone`."""
+        directory, adapter = self._directory, self.recipe.actor.model.lora.load_from
+        if directory is None and adapter is not None and not self.options.load_vlm_weights:
+            directory = Path(adapter)
+        file = None if directory is None else directory / BACKBONE
         if file is not None and file.is_file():
             return self.config_class.from_dict(json.loads(file.read_text(encoding="utf-8")))
         return self.read_backbone()

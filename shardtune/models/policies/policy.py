@@ -25,7 +25,7 @@ from shardtune.models.action.environment import Observation
 from shardtune.models.action.environment import Policy as ActFunction
 from shardtune.models.action.normalizer import Normalizer
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE, recipe_normalizers
-from shardtune.models.action.tokens import choose_key
+from shardtune.models.action.tokens import UNNORM_KEY, choose_key
 from shardtune.models.adapter import AdapterRoot, WeightSource
 from shardtune.models.options import KEY
 from shardtune.models.policies import lerobot_files
@@ -159,17 +159,34 @@ class Policy(ActingAdapter):
             stored = self._stored_normalizer()
             mapping = self.options.normalization_mapping
             self._normalizers = (
-                {self.name: stored}
-                if stored is not None
-                else recipe_normalizers(self.recipe, mapping, self.action_chunk, self.train_data)
+                recipe_normalizers(self.recipe, mapping, self.action_chunk, self.train_data)
+                if stored is None
+                else {self._stored_name: stored}
             )
         return self._normalizers
 
     @property
     def used_normalizers(self) -> Mapping[str, Normalizer]:
         """The one by which all rows are normalised, as there is one in LeRobot's files."""
-        name = choose_key(self.normalizers, self.recipe.actor.model.unnorm_key)
+        given = self.recipe.actor.model.unnorm_key
+        if given is not None and given not in self.normalizers and self._stored_normalizer() is not None:
+            raise ConfigError(
+                f"the statistics are those in {self._directory}, of {', '.join(self.normalizers)}, not of {given!r}",
+                where=UNNORM_KEY,
+                remedy="leave it out; model.action_statistics names a file of others",
+            )
+        name = choose_key(self.normalizers, given)
         return {name: self.normalizers[name]}
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """That by which all rows are normalised.
+
+        Raises:
+            ConfigError: there are several, and `actor.model.unnorm_key` names none of them.
+        """
+        (used,) = self.used_normalizers.values()
+        return used
 
     @property
     def normalizes(self) -> bool:
@@ -184,17 +201,21 @@ class Policy(ActingAdapter):
             return None
         given, where = self.recipe.actor.model.action_normalization_mask, f"statistics in {self._directory}"
         mask = None if given is None else chosen_mask(given, {}, [True] * self.features.actions, self.name)
-        form = self._stored_representation(self._directory)
+        form = next(iter(self._written.values()), {}).get(ENTRY)  # LeRobot's own actions are absolute
         check_statistics(form, FrameOptions.of(self.recipe.actor.model, self.action_chunk).representation, where)
         statistics = found if form is None else {**found, ENTRY: form}
         return Normalizer.of(statistics, self.options.normalization_mapping, action_mask=mask, where=where)
 
-    def _stored_representation(self, directory: Path) -> Mapping[str, Any] | None:
-        """That of the actions of a directory written here; LeRobot's own are absolute."""
-        file = directory / NORMALIZER_FILE
-        if not file.is_file():
-            return None
-        return next(iter(json.loads(file.read_text(encoding="utf-8")).values())).get(ENTRY)
+    @cached_property
+    def _written(self) -> Mapping[str, Mapping[str, Any]]:
+        """The statistics by data set of a directory written here, which has one; LeRobot's have no such file."""
+        file = None if self._directory is None else self._directory / NORMALIZER_FILE
+        return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+
+    @property
+    def _stored_name(self) -> str:
+        """The data set of the directory's statistics, or the policy's name where it is not known."""
+        return next(iter(self._written)) if len(self._written) == 1 else self.name
 
     # Its directory.
 
@@ -243,6 +264,7 @@ class Policy(ActingAdapter):
         options = self.options.model_dump(mode="json")
         return {
             **super().saved_files(),
+            NORMALIZER_FILE: {name: one.to_json() for name, one in self.used_normalizers.items()},
             **lerobot_files.written_files(self.name, options, self.features, self.normalizer),
         }
 

@@ -164,6 +164,19 @@ def test_final_acts_without_data_and_backbone(folder: Path, kind: str) -> None:
     np.testing.assert_allclose(found[1], found[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_over_drawn_weights_has_the_config_of_its_backbone(folder: Path, tmp_path: Path, kind: str) -> None:
+    """The directory of the vision-language model, of which nothing else is needed, may be gone."""
+    config = policy_of(recipe(folder, kind)).vlm_config
+    (tmp_path / "vlm_config.json").write_text(json.dumps(config.to_dict()))
+    option = "vlm_model_name" if kind == "smolvla" else "paligemma_variant"
+    gone = {option: str(tmp_path / "gone")}
+    over = {"is_lora": True, "lora": {"load_from": str(tmp_path)}}
+    assert policy_of(recipe(folder, kind, options=gone, **over)).vlm_config.to_dict() == config.to_dict()
+    with pytest.raises(ModelError, match="gone holds no config"):  # its weights are read, from nowhere else
+        _ = policy_of(recipe(folder, kind, options={**gone, "load_vlm_weights": True}, **over)).vlm_config
+
+
 @pytest.mark.lengthy
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_padded_has_no_part(folder: Path, kind: str) -> None:

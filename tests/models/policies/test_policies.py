@@ -293,3 +293,21 @@ def test_which_statistics_several_data_sets_have_is_said(folder: Path) -> None:
     notes = policy_of(values).notes()
     assert "rows of other are normalised by the statistics of light, as model.unnorm_key says" in notes
     assert not any(note.startswith("other is normalised") for note in notes)
+
+
+def test_the_statistics_of_a_directory_keep_the_name_of_their_data_set(folder: Path, tmp_path: Path) -> None:
+    """A recipe that names it goes on from final/ as it is."""
+    values = recipe(folder, "act", unnorm_key="other")
+    values["data"]["train_data_paths"] = [str(folder / "light"), str(folder / "other")]
+    before = policy_of(values)
+    for name, content in before.saved_files().items():
+        written = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (tmp_path / name).write_bytes(written)
+    values["model"]["model_path"] = str(tmp_path)
+    (name,) = (after := policy_of(values)).normalizers
+    found, expected = (one.normalizer.actions.statistics["mean"] for one in (after, before))
+    assert name == "other"
+    assert found.tolist() == pytest.approx(expected.tolist())
+    values["model"]["unnorm_key"] = "light"
+    with pytest.raises(ConfigError, match=r"the statistics are those in .*, of other, not of 'light'"):
+        policy_of(values).notes()
