@@ -43,7 +43,7 @@ from shardtune.data.sources.resolve import (
 from shardtune.errors import DataError
 
 # Part of every key: raise it when the same data yield other numbers than before.
-STATISTICS_VERSION = 2
+STATISTICS_VERSION = 3
 _LOW, _HIGH = 0.01, 0.99
 _BLOCK_ROWS = 1 << 15
 
@@ -356,8 +356,8 @@ def _key(source: Source, root: Path, skip_bad: bool) -> str:
         "transform": None if source.transform is None else [source.transform.digest, source.transform.spec],
         "skip_bad": skip_bad,
     }
-    if source.representation is not None and source.frames is not None:  # otherwise the chunk has no part in it
-        depends["representation"] = [asdict(source.representation), source.frames.chunk]
+    if source.frames is not None and not _frame_by_frame(source):  # otherwise the chunk has no part in it
+        depends["frames"] = asdict(source.frames)
     return hashlib.blake2b(json.dumps(depends, sort_keys=True).encode(), digest_size=20).hexdigest()
 
 
@@ -367,9 +367,17 @@ def _represented(statistics: Statistics, source: Source) -> Statistics:
     return statistics if form is None else replace(statistics, representation=form.to_json(len(statistics.action.mask)))
 
 
+def _frame_by_frame(source: Source) -> bool:
+    """Whether each frame counts by itself; otherwise rows do, with the actions of their chunk."""
+    return source.transform is None and source.representation is None
+
+
 def _vectors(source: Source, skip_bad: bool) -> Iterator[Vectors]:
+    alone = _frame_by_frame(source)
+    if alone:
+        source = replace(source, frames=FrameOptions())
     for file in source.files:
-        if file.kind in ROBOT_KINDS and source.transform is None and source.representation is None:
+        if file.kind in ROBOT_KINDS and alone:
             for whole in _file_vectors(file, source.columns):
                 fine = np.asarray(np.isfinite(whole.actions).all(axis=1))
                 if whole.state is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardtune.data import action_statistics
-from shardtune.data.action_statistics import Vectors, compute, from_json, source_statistics, to_json
+from shardtune.data.action_statistics import Vectors, compute, data_statistics, from_json, source_statistics, to_json
 from shardtune.data.encoder import FrameOptions
 from shardtune.data.robot.lerobot_writer import write_lerobot
 from shardtune.data.sources.resolve import resolve_sources
@@ -215,7 +215,20 @@ class TestSources:
             of(str(path))
         found = of(str(path), on_bad_row="skip")["set"]
         assert found.action.max == (3.0,)
-        assert found.frames == (3 if kind == "lerobot" else 1)  # rows of plain files look at the two frames behind
+        assert found.frames == 3  # that a chunk of three reaches the bad frame has no part in it
+
+    def test_a_transform_sees_the_chunk(self, tmp_path, data):
+        """So what it leaves out, and the cached statistics, depend on its length."""
+        lines = [json.dumps({"episode": 0, "task": "go", "action": [one]}) for one in (1.0, 2.0, 5.0, 3.0)]
+        (tmp_path / "set.jsonl").write_text("\n".join(lines))
+        code = "def small(row):\n    return row if row['actions'].max() < 5 else None\n"
+        (tmp_path / "small.py").write_text(code)
+        data.transform = f"{tmp_path}/small.py:small"
+        found = [
+            data_statistics(str(tmp_path / "set.jsonl"), data, frames=FrameOptions(chunk))["set"].frames
+            for chunk in (1, 2, 3)
+        ]
+        assert found == [3, 2, 1]
 
 
 class TestJson:
