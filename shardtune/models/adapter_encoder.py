@@ -32,7 +32,7 @@ from shardtune.data.robot.returns import return_of
 from shardtune.errors import DataError, ModelError, ShardtuneError
 from shardtune.models.pretrained import GENERATION, SETTINGS, settings_directory
 
-ENCODING_VERSION = 3
+ENCODING_VERSION = 4
 """Part of every cache key; to be increased when the same row would be encoded differently."""
 NOT_ABOUT_ROWS = "actor.model.attn_implementation"
 """A key that an adapter may read, and no row depends on."""

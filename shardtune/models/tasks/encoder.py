@@ -1,4 +1,5 @@
-"""Encodes rows of texts; one that is too long is cut at the end of each text, without its closing tokens."""
+"""Encodes rows of texts; one that is too long is cut where its tokenizer cuts: at the end of each text, before its
+closing tokens, or (`truncation_side`) at its beginning."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import numpy as np
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizer, PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.config import Recipe
@@ -95,14 +96,14 @@ class TextEncoder(FieldEncoder):
         return max(int(real_lengths(sample.fields[name]).max()) for name in self._task.token_fields)
 
     def _cut(self, sample: Sample, most: int) -> Sample:
-        special = np.asarray(self._task.tokenizer.all_special_ids)
+        cut = Cut.of(self._task.tokenizer, most)
         parts = sample.parts if isinstance(sample, TextSample) else None
         fields = dict(sample.fields)
         for name in self._task.token_fields:
             ids = sample.fields[name]
             for other in (name, *self._task.beside(name)):
                 if other in fields:
-                    fields[other] = shortened(fields[other], ids, most, special, parts)
+                    fields[other] = shortened(fields[other], ids, cut, parts)
         return replace(sample, fields=fields, size=self._task.size_of(fields))
 
 
@@ -117,12 +118,34 @@ def real_lengths(ids: np.ndarray) -> np.ndarray:
     return np.atleast_1d((ids != PADDED).sum(-1)) if ids.size else np.zeros(1, int)
 
 
-def shortened(
-    values: np.ndarray, ids: np.ndarray, most: int, special: np.ndarray, parts: np.ndarray | None = None
-) -> np.ndarray:
-    """Up to `most` entries of each text, without those at its end; special tokens that close a text are kept.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tokenizer cuts long texts.
 
-    Of a pair the longer text is cut first, as fast tokenizers do with `truncation="longest_first"`.
+    Attributes:
+        most: tokens that are kept.
+        special: ids of special tokens.
+        left: whether the beginning of a text is cut off, not its end.
+        odd_to_first: of two long texts that share an odd number of tokens the first has one more; otherwise the longer.
+    """
+
+    most: int
+    special: np.ndarray
+    left: bool = False
+    odd_to_first: bool = False
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, most: int) -> Cut:
+        """As `tokenizer(..., truncation="longest_first", max_length=most)` does."""
+        special, left = np.asarray(tokenizer.all_special_ids), tokenizer.truncation_side == "left"
+        return cls(most, special, left, odd_to_first=isinstance(tokenizer, PreTrainedTokenizer))
+
+
+def shortened(values: np.ndarray, ids: np.ndarray, cut: Cut, parts: np.ndarray | None = None) -> np.ndarray:
+    """Up to `cut.most` entries of each text, without those at its end; special tokens that close a text are kept.
+
+    Of a pair the longer text is cut first, as tokenizers do with `truncation="longest_first"`. With `cut.left` all this
+    is done from the other end.
 
     Worked example: [CLS] a b c [SEP] cut to 4 is [CLS] a b [SEP]; [CLS] a b c d [SEP] x y [SEP] cut to 7 is
     [CLS] a b [SEP] x y [SEP].
@@ -130,35 +153,38 @@ def shortened(
     Args:
         values: [length] or [texts, longest]: ids, or what stands beside each of them.
         ids: the token ids, in the same shape.
-        most: entries that are kept.
-        special: ids of special tokens.
+        cut: how many are kept, and where.
         parts: of pairs, `TextSample.parts`.
     """
+    most = cut.most
     if values.ndim == 2:
         of_pairs = [None] * len(ids) if parts is None else parts
         together = zip(values, ids, of_pairs, strict=True)
-        rows = [shortened(one, each, most, special, pair) for one, each, pair in together]
+        rows = [shortened(one, each, cut, pair) for one, each, pair in together]
         return np.stack(rows) if rows else values[:, :most]
     length = int((ids != PADDED).sum())
     if length <= most:
         return values[:most]
-    if parts is not None and int((parts[:length] == 0).sum()) < most:
-        return values[:length][_of_pair(parts[:length], most)]
-    closing = int(np.isin(ids[:length], special)[::-1].cumprod().sum()) if len(special) else 0
+    along = slice(None, None, -1 if cut.left else 1)
+    values, ids = values[:length][along], ids[:length][along]
+    parts = None if parts is None else parts[:length][along]
+    if parts is not None and int((parts == 0).sum()) < most:
+        return values[_of_pair(parts, cut)][along]
+    closing = int(np.isin(ids, cut.special)[::-1].cumprod().sum()) if len(cut.special) else 0
     closing = min(closing, most - 1)
-    return np.concatenate([values[: most - closing], values[length - closing : length]])
+    return np.concatenate([values[: most - closing], values[length - closing :]])[along]
 
 
-def _of_pair(parts: np.ndarray, most: int) -> np.ndarray:
+def _of_pair(parts: np.ndarray, cut: Cut) -> np.ndarray:
     """Which tokens of a pair are kept: all special ones, and of the texts the first ones, as many as there is room for.
 
     The shorter text is whole if it fits into half of the room; otherwise each has half of it.
     """
-    room = most - int((parts == 0).sum())
+    room = cut.most - int((parts == 0).sum())
     counts = {part: int((parts == part).sum()) for part in (1, 2)}
-    shorter = 1 if counts[1] <= counts[2] else 2
-    kept = {shorter: min(counts[shorter], room // 2)}
-    kept[3 - shorter] = room - kept[shorter]
+    less = 1 if counts[1] <= counts[2] and not cut.odd_to_first else 2
+    kept = {less: max(room - counts[3 - less], min(counts[less], room // 2))}
+    kept[3 - less] = room - kept[less]
     first, second = ((parts == part) & ((parts == part).cumsum() <= kept[part]) for part in (1, 2))
     return (parts == 0) | first | second
 

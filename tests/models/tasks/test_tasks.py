@@ -34,7 +34,7 @@ from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.tasks import sentence_transformers_files
-from shardtune.models.tasks.encoder import parts_of_pair, require_tokens, shortened
+from shardtune.models.tasks.encoder import Cut, parts_of_pair, require_tokens, shortened
 from shardtune.models.tasks.metrics import entity_scores, f1_scores, spans
 from shardtune.models.tasks.names import CLASSES
 from shardtune.models.tasks.task import TextTask
@@ -312,15 +312,17 @@ def test_texts_are_read_and_written_within_the_positions_of_bart(folder: Path):
 
 def test_a_text_that_is_cut_keeps_its_end():
     ids = np.array([[2, 7, 8, 9, 3], [2, 7, 3, -1, -1]])
-    assert shortened(ids, ids, 4, np.array([2, 3])).tolist() == [[2, 7, 8, 3], [2, 7, 3, -1]]
-    assert shortened(np.array([5, 6, 7]), np.array([5, 6, 7]), 2, np.array([3])).tolist() == [5, 6]
+    assert shortened(ids, ids, Cut(4, np.array([2, 3]))).tolist() == [[2, 7, 8, 3], [2, 7, 3, -1]]
+    assert shortened(ids, ids, Cut(4, np.array([2, 3]), left=True)).tolist() == [[2, 8, 9, 3], [2, 7, 3, -1]]
+    assert shortened(np.array([5, 6, 7]), np.array([5, 6, 7]), Cut(2, np.array([3]))).tolist() == [5, 6]
     twice = np.array([7, 8, 9, 3, 4])  # such as the end and the language of mBART
-    assert shortened(twice, twice, 4, np.array([3, 4])).tolist() == [7, 8, 3, 4]
+    assert shortened(twice, twice, Cut(4, np.array([3, 4]))).tolist() == [7, 8, 3, 4]
 
 
-def test_a_pair_is_cut_as_transformers_cuts_it(folder: Path):
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_pair_is_cut_as_transformers_cuts_it(folder: Path, side: str):
     """No text of a pair is lost; checked against the tokenizer's own cut, at every length of both."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "encoder")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "encoder", truncation_side=side)
     task: Any = task_of(recipe(folder, "sequence_classifier", rows("sequence_classifier", 4), "pairs"))
     for first, second, most in itertools.product(range(1, 9), range(9), range(5, 12)):
         pair = (" ".join(["cat"] * first), " ".join(["dog"] * second))
@@ -328,7 +330,7 @@ def test_a_pair_is_cut_as_transformers_cuts_it(folder: Path):
         ids, kinds = np.asarray(made["input_ids"]), made["token_type_ids"]
         own = tokenizer([pair[0]], [pair[1]], truncation="longest_first", max_length=most, return_token_type_ids=True)
         for found, name in ((ids, "input_ids"), (kinds, "token_type_ids")):
-            cut = shortened(found, ids, most, np.array(tokenizer.all_special_ids), made["parts"])
+            cut = shortened(found, ids, Cut.of(tokenizer, most), made["parts"])
             assert cut.tolist() == own[name][0]
 
 
@@ -350,13 +352,16 @@ def test_the_second_text_of_a_long_pair_is_read(folder: Path):
 
 def test_the_texts_of_a_pair_are_found_without_a_fast_tokenizer():
     tokenizer = ByT5Tokenizer()
-    for pair in (("ab", "abc"), ("abab", "ab"), ("ab", "")):
+    for pair in (("ab", "abc"), ("abab", "ab"), ("ab", ""), ("abcd", "bcde")):
         made = tokenizer([pair[0]], [pair[1]], verbose=False)
         parts = parts_of_pair(tokenizer, pair, made)
         assert parts is not None
         ids = np.asarray(made["input_ids"][0])
         assert [tokenizer.decode(ids[parts == part]) for part in (1, 2)] == list(pair)
         assert set(ids[parts == 0].tolist()) <= {tokenizer.eos_token_id}
+        for most in range(3, len(ids)):  # it gives the odd token to the first text
+            own = tokenizer([pair[0]], [pair[1]], truncation=True, max_length=most, verbose=False)
+            assert shortened(ids, ids, Cut.of(tokenizer, most), parts).tolist() == own["input_ids"][0]
 
 
 def test_required_sizes_are_compared(folder: Path):
