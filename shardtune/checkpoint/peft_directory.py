@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
@@ -34,13 +34,16 @@ from shardtune.parallel.meta_init import shard_of
 
 KEY = "actor.model.lora.load_from"
 
+BASE = "base_of_adapter"
+"""The attribute of a model with the frozen weights of the base that its adapter's directory had, too."""
+
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, str]:
     """PEFT's name on disk -> the name in the model, of all that an adapter's directory holds.
 
-    That is the adapter, and the modules that are trained in full.
+    That is the adapter, the modules that are trained in full, and frozen weights of the base that came with it.
     """
     # PEFT selects by name alone, so meta tensors are passed in place of the model's.
     stand_ins = {name: torch.empty(0, device="meta") for name, _ in model.named_parameters()}
@@ -55,7 +58,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, str]:
         own_name = first.setdefault(id(target.tensor), target.own_name)
         if any(target.name.startswith(f"{name}.") for name in in_full):
             found[PREFIX + target.name] = own_name
-    return found
+    return {**found, **vars(model).get(BASE, {})}
 
 
 @torch.no_grad()
@@ -70,7 +73,9 @@ def load_adapter(model: nn.Module, directory: str | Path) -> None:
         ModelError: tensors missing, without a place, or of another shape; two for weights that are one here.
     """
     read: dict[int, WeightTensor] = {}
-    for target, source in check_adapter(model, directory):
+    targets = check_adapter(model, directory)
+    vars(model)[BASE] = _base_places(model, {source.name for _, source in targets})
+    for target, source in targets:
         shard = shard_of(target)
         first = read.setdefault(id(target), source)
         if first is not source and shard.local.numel():
@@ -92,13 +97,7 @@ def check_adapter(model: nn.Module, directory: str | Path) -> list[tuple[torch.T
         raise ModelError(f"{path} holds no {WEIGHTS}", where=KEY, remedy="give a directory as PEFT saves it")
     stored = find_weights(file)
     own = _named(model)
-    places = adapter_tensors(model)
-    # Of an adapted embedding or head PEFT saves the base weight too, which may have grown since the base was saved.
-    for base in base_tensors(model):
-        key = PREFIX + base.own_name
-        if base.layer is None and key in stored and key not in places:
-            places[key] = base.own_name
-            own[base.own_name] = base.tensor
+    places = {**adapter_tensors(model), **_base_places(model, stored.keys())}
     lacking = [key for key in places if key not in stored]
     for key in lacking:
         of_one = [other for other in places if places[other] == places[key]]
@@ -122,6 +121,21 @@ def check_adapter(model: nn.Module, directory: str | Path) -> list[tuple[torch.T
             remedy="give the base model that it was trained with as actor.model.model_path",
         )
     return [(own[name], stored[key]) for key, name in places.items()]
+
+
+def _base_places(model: nn.Module, stored: Collection[str]) -> dict[str, str]:
+    """The places of frozen base weights among stored names; those of NF4 layers have none.
+
+    Of an adapted embedding or head PEFT saves the base weight too, which may have grown or changed since the base was
+    saved. An adapter that is continued keeps it, without which it would be on other weights than those it learned on.
+    """
+    trained, first, found = adapter_tensors(model), dict[int, str](), dict[str, str]()
+    for base in base_tensors(model):
+        own_name = first.setdefault(id(base.tensor), base.own_name)
+        key = PREFIX + base.own_name
+        if base.layer is None and key in stored and (key not in trained or key in vars(model).get(BASE, {})):
+            found[key] = own_name
+    return found
 
 
 def _apart(keys: list[str], what: str, file: Path) -> ModelError:

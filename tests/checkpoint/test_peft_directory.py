@@ -95,3 +95,20 @@ def test_two_ranks_write_the_same(bases: Path, tmp_path: Path) -> None:
     told = run_ranks(write_all, 2, bases, tmp_path, list(ON_RANKS))
     for case in ON_RANKS:
         check(bases / CASES[case][0], tmp_path / case, told[0][case])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["llama", "qwen2_tied"])
+def test_base_weights_that_came_with_an_adapter_stay_with_it(kind: str, bases: Path, tmp_path: Path) -> None:
+    changed = AutoModelForCausalLM.from_pretrained(bases / kind)
+    with torch.no_grad():
+        changed.get_input_embeddings().weight.mul_(1.5)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    peft.get_peft_model(changed, config).save_pretrained(str(tmp_path / "given"), save_embedding_layers=True)
+    for given, to in (("given", "adapter"), ("adapter", "again")):
+        model, *_ = adapted(bases / kind, LoraConfig(load_from=str(tmp_path / given)), adapter=tmp_path / given)
+        save_adapter(model, tmp_path / to, base=str(bases / kind))
+        fresh = AutoModelForCausalLM.from_pretrained(bases / kind)
+        loaded = peft.PeftModel.from_pretrained(fresh, str(tmp_path / to))
+        torch.testing.assert_close(logits(loaded), logits(changed))
+        torch.testing.assert_close(logits(model.eval()), logits(changed))
