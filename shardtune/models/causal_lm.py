@@ -493,13 +493,17 @@ class CausalLM(LanguageModel):
             losses = self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
         traced = losses[TOKENS].total.requires_grad or any(term.total.requires_grad for term in losses.values())
         if torch.is_grad_enabled() and not traced:
-            raise ModelError(
-                f"the loss of {type(model).__name__} has no graph: nothing that is trained has a part in it",
-                where="actor.model.is_lora, actor.model.freeze",
-                remedy="reversible layers compute no gradient behind frozen embeddings: train the embeddings too "
-                "(actor.model.lora.modules_to_save), or everything",
-            )
+            raise self.without_graph(model, packed)
         return losses
+
+    def without_graph(self, model: nn.Module, _batch: PackedBatch) -> ModelError:
+        """The error for a micro-batch whose loss depends on nothing that is trained."""
+        return ModelError(
+            f"the loss of {type(model).__name__} has no graph: nothing that is trained has a part in it",
+            where="actor.model.is_lora, actor.model.freeze",
+            remedy="reversible layers compute no gradient behind frozen embeddings: train the embeddings too "
+            "(actor.model.lora.modules_to_save), or everything",
+        )
 
     def _noise(self, model: nn.Module, batch: PackedBatch) -> AbstractContextManager[None]:
         """Noise on the embeddings of a training forward."""

@@ -238,6 +238,17 @@ class VisionLanguage(CausalLM):
             self._blank = Sample(ids, np.zeros(len(ids), np.float32), fields=fields)
         return self._blank
 
+    def without_graph(self, model: nn.Module, batch: PackedBatch) -> ModelError:
+        if batch.fields.keys() - {self.images.token_types}:
+            return super().without_graph(model, batch)
+        return ModelError(
+            "no row of this step has an image, and nothing is trained but parts that read images, so there is no "
+            "gradient",
+            where="actor.model.freeze, actor.model.lora",
+            remedy="leave out rows without images, raise actor.global_batch_size until each step has one with some, or "
+            "train parts of the language model too",
+        )
+
     def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
         if self.images.one_row or not any(len(_prompt_images(prompt)) for prompt in prompts):
             return None

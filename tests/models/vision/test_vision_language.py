@@ -57,6 +57,16 @@ def test_packing_is_kept_where_it_is_exact(places: tuple[Path, Path], family: st
     worker.release()
 
 
+def test_a_step_without_images_says_so_where_they_alone_train(places: tuple[Path, Path]) -> None:
+    """Row 0 has none; a step with one image somewhere has a gradient, as a blank image joins the others."""
+    worker = a_worker(places, "llava", actor__model__freeze=["language_model"], data__eval_data_paths=None)
+    step = worker.adapter.collate([worker.prepared.train.row(0)], [0], {})
+    assert isinstance(step, PackedBatch)
+    with pytest.raises(ModelError, match="no row of this step has an image, and nothing is trained but parts that"):
+        worker.root(step)
+    worker.release()
+
+
 def test_a_model_whose_projector_is_zero_is_not_packed(places: tuple[Path, Path]) -> None:
     """Whatever the probe sees of images that are all alike: Gemma 3 begins so."""
     worker = a_worker(places, "qwen2_5_vl", data__eval_data_paths=None)
