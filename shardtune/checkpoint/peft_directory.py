@@ -95,9 +95,10 @@ def check_adapter(model: nn.Module, directory: str | Path) -> list[tuple[torch.T
     file = path / WEIGHTS if (path / WEIGHTS).is_file() or not (path / PICKLED).is_file() else path / PICKLED
     if not file.is_file():
         raise ModelError(f"{path} holds no {WEIGHTS}", where=KEY, remedy="give a directory as PEFT saves it")
-    stored = find_weights(file)
+    stored = _in_use(find_weights(file))
     own = _named(model)
     places = {**adapter_tensors(model), **_base_places(model, stored.keys())}
+    places |= {key: places[name] for key, name in _again(model, stored.keys()).items() if name in places}
     lacking = [key for key in places if key not in stored]
     for key in lacking:
         of_one = [other for other in places if places[other] == places[key]]
@@ -121,6 +122,26 @@ def check_adapter(model: nn.Module, directory: str | Path) -> list[tuple[torch.T
             remedy="give the base model that it was trained with as actor.model.model_path",
         )
     return [(own[name], stored[key]) for key, name in places.items()]
+
+
+def _in_use(stored: Mapping[str, WeightTensor]) -> dict[str, WeightTensor]:
+    """Without the weights from before training, which PEFT saves of a grown embedding that is trained in full."""
+    before = ".original_module."
+    return {
+        key: tensor for key, tensor in stored.items() if before not in key or key.replace(before, ".") not in stored
+    }
+
+
+def _again(model: nn.Module, stored: Collection[str]) -> dict[str, str]:
+    """The first names of stored tensors that PEFT saves twice where embeddings have grown: of modules that are trained
+    in full, and of the rows of new tokens under the name of a tied head, too."""
+    found = {key: key.replace(".modules_to_save.", ".") for key in stored if ".modules_to_save." in key}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        key = PREFIX + name.removesuffix(f".{ADAPTER}")
+        if first.setdefault(id(parameter), key) != key and key in stored and name.endswith(f".{ADAPTER}"):
+            found[key] = first[id(parameter)]
+    return found
 
 
 def _base_places(model: nn.Module, stored: Collection[str]) -> dict[str, str]:

@@ -112,3 +112,29 @@ def test_base_weights_that_came_with_an_adapter_stay_with_it(kind: str, bases: P
         loaded = peft.PeftModel.from_pretrained(fresh, str(tmp_path / to))
         torch.testing.assert_close(logits(loaded), logits(changed))
         torch.testing.assert_close(logits(model.eval()), logits(changed))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["llama", "qwen2_tied"])
+@pytest.mark.parametrize("in_full", [True, False])
+def test_an_adapter_over_a_grown_embedding_is_continued(kind: str, in_full: bool, bases: Path, tmp_path: Path) -> None:
+    """PEFT saves some of its tensors under two names then, and the embedding from before training."""
+    grown = AutoModelForCausalLM.from_pretrained(bases / kind)
+    rows, tied = len(grown.get_input_embeddings().weight) + 2, kind == "qwen2_tied"
+    grown.resize_token_embeddings(rows)
+    ids, names = [5, rows - 2, rows - 1], ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
+    whole: dict[str, Any] = {"modules_to_save": names, "ensure_weight_tying": tied}
+    keys = whole if in_full else {"trainable_token_indices": ids if tied else dict.fromkeys(names, ids)}
+    made = peft.get_peft_model(grown, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **keys))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.3 * torch.rand_like(parameter) * parameter.requires_grad)
+    made.save_pretrained(str(tmp_path / "given"))
+    stored = LoraConfig(load_from=str(tmp_path / "given"))
+    model, *_ = adapted(bases / kind, stored, adapter=tmp_path / "given", new_ids=ids)
+    torch.testing.assert_close(logits(model.eval()), logits(made.eval()))
+    save_adapter(model, tmp_path / "adapter", base=str(bases / kind))
+    fresh = AutoModelForCausalLM.from_pretrained(bases / kind)
+    fresh.resize_token_embeddings(rows)
+    loaded = peft.PeftModel.from_pretrained(fresh, str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(loaded), logits(made))
