@@ -58,7 +58,12 @@ def adapter_tensors(model: nn.Module) -> dict[str, str]:
         own_name = first.setdefault(id(target.tensor), target.own_name)
         if any(target.name.startswith(f"{name}.") for name in in_full):
             found[PREFIX + target.name] = own_name
-    return {**found, **vars(model).get(BASE, {})}
+    return {**found, **base_of_adapter(model)}
+
+
+def base_of_adapter(model: nn.Module) -> Mapping[str, str]:
+    """PEFT's name on disk -> the name in the model, of frozen weights of the base that a loaded adapter came with."""
+    return vars(model).get(BASE, {})
 
 
 @torch.no_grad()
@@ -154,7 +159,7 @@ def _base_places(model: nn.Module, stored: Collection[str]) -> dict[str, str]:
     for base in base_tensors(model):
         own_name = first.setdefault(id(base.tensor), base.own_name)
         key = PREFIX + base.own_name
-        if base.layer is None and key in stored and (key not in trained or key in vars(model).get(BASE, {})):
+        if base.layer is None and key in stored and (key not in trained or key in base_of_adapter(model)):
             found[key] = own_name
     return found
 

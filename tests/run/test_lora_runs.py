@@ -57,6 +57,24 @@ def test_a_run_does_not_go_on_with_another_beginning_of_its_adapter(tiny: Tiny, 
     shardtune.train(tiny.recipe(name, **{**LORA, **changed}), f"model.lora.init={began}")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_run_does_not_go_on_with_other_base_weights_of_its_first_adapter(tiny: Tiny, tmp_path: Path) -> None:
+    """PEFT saves an embedding beside an adapter, with which it is trained; checkpoints are without it."""
+    given = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny.folder / "model"), given)
+    keys = {"actor__model__is_lora": True, "actor__model__lora__load_from": str(tmp_path), "runner__max_epochs": -1}
+    for steps, factor in ((1, 1.5), (2, 1.0)):
+        with torch.no_grad():
+            made.get_input_embeddings().weight.mul_(factor)
+        made.save_pretrained(str(tmp_path), save_embedding_layers=True)
+        shardtune.train(tiny.recipe("with embedding", **keys, runner__max_steps=steps))
+    with torch.no_grad():
+        made.get_input_embeddings().weight.mul_(1.5)
+    made.save_pretrained(str(tmp_path), save_embedding_layers=True)
+    with pytest.raises(CheckpointError, match=r"came with the adapter of .*load_from.* are not those of training"):
+        shardtune.train(tiny.recipe("with embedding", **keys, runner__max_steps=3))
+
+
 def test_a_rank_that_a_layer_cannot_have_is_refused(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"has the rank 999, and its weight .* parts at most"):
         shardtune.train(tiny.recipe("rank", **LORA), "model.lora.init=pissa", "model.lora.r=999")

@@ -20,6 +20,7 @@ from shardtune.checkpoint.extra_state import extra_state, set_extra_state
 from shardtune.checkpoint.hf_save import (
     gather_full,
 )
+from shardtune.checkpoint.peft_directory import base_of_adapter
 from shardtune.checkpoint.quantized.read import holds_only
 from shardtune.checkpoint.training_state import (
     STATE_FILE,
@@ -207,6 +208,10 @@ class ModelState:
                 begun = actor.model.lora.init if self._changes_base() else "kept"
                 self._excluded_from_checkpoint = {"form": form, "hash": digest, "base": str(begun)}
             begin_adapter(self.inner, actor.model, self._recipe.runner.seed)
+            if excluded:
+                came_with = set(base_of_adapter(self.inner).values())
+                digest = fingerprint(self.inner, came_with, self._ranks) if came_with else "none"
+                self._excluded_from_checkpoint["adapter"] = digest
         else:
             materialise(self.model, dtype=MASTER_DTYPE[actor.model.precision], device=self._ranks.device)
         return make_weights(
@@ -415,6 +420,14 @@ class ModelState:
                 "base weights that the adapter was trained on (kept: not changed)",
                 where=str(checkpoint),
                 remedy="put actor.model.lora.init back: it matters at the beginning of a run alone",
+            )
+        came_with = own.get("adapter")
+        if comparable and not is_adapter(checkpoint) and saved.get("adapter", came_with) != came_with:
+            raise CheckpointError(
+                "the base weights that came with the adapter of actor.model.lora.load_from, and are not saved with the "
+                "trained ones, are not those of training",
+                where=f"{checkpoint}, {self._recipe.actor.model.lora.load_from}",
+                remedy="put that adapter back as it was",
             )
         allowed = self._recipe.runner.allows(key)
         if not comparable or saved.get("hash") == own.get("hash") or allowed:
