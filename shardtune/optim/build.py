@@ -82,12 +82,14 @@ def _check_type(shown: str, parameter: inspect.Parameter, value: object) -> None
     """Refuse text for a truth value, which would be true whatever it says, and a truth value for a number."""
     default = parameter.default
     declared = "" if parameter.annotation is parameter.empty else str(parameter.annotation).lower()
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if TRUTH.fullmatch(declared) or (not declared and isinstance(default, bool)):
         right, allowed = isinstance(value, bool) or value is default, "true or false"
     elif isinstance(default, int | float) and not isinstance(default, bool) and NUMBER.fullmatch(declared):
         whole = "int" in declared and "float" not in declared
-        right, allowed = is_number and not (whole and value != int(value)), "a whole number" if whole else "a number"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        right, allowed = is_number, "a whole number" if whole else "a number"
+        if isinstance(value, float) and whole:
+            right = value.is_integer()
     else:
         return
     if not right:
