@@ -166,7 +166,7 @@ def _precision(c: Conversion, name: str) -> None:
         return
     comment = COMPUTED if c.has(COMPUTED) else f"{NAME}'s default ({COMPUTED}), on several ranks"
     c.put("actor.model.precision", found, COMPUTED, comment=comment, always=True)
-    c.not_needed("weights are fp32 here anyway; FSDP2 computes in bf16 there, unless it is told otherwise", name)
+    c.not_needed("weights are fp32 here anyway; FSDP2 computes in bf16 there by default", name)
 
 
 def _has_images(c: Conversion) -> bool:

@@ -100,7 +100,7 @@ def _regex(pattern: str) -> str:
 
 
 def frozen(c: Conversion, *, has_images: bool) -> None:
-    """Which parts of a model with images are not trained; the vision tower, unless it is told otherwise."""
+    """Which parts of a model with images are not trained; by default the vision tower."""
     section = c.get("freeze_config")
     if not isinstance(section, Mapping):
         return

@@ -206,7 +206,7 @@ def _record(c: Conversion, name: str, key: str, kind: str, line: str) -> None:
 
 
 def _targets(c: Conversion) -> None:
-    """What is trained: answers, unless the class is told otherwise."""
+    """What is trained: answers by default."""
     answers, last = "dataset.answer_only_loss_mask", "dataset.mask_history"
     if not is_on(c.get(answers, True)):
         c.put("data.train_on", "all", answers)
