@@ -242,6 +242,7 @@ class FlatOperands(TorchFunctionMode):
 
     `detach()`, `.data` and `.grad` of a weight give this rank's part, which may be changed, copied and computed with
     entry by entry. What would give less than the part (a sum, a norm, a slice) is refused, as it would be of the part.
+    After a change in place the weights of that unit are gathered anew.
 
     Args:
         owners: of the parameters, each with its place and what gathers it.
@@ -263,6 +264,7 @@ class FlatOperands(TorchFunctionMode):
         self._compare = compare
         self._on_parts = on_parts
         self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._aliases: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._divides = root.through[0].world_size > 1
 
     def __torch_function__(
@@ -278,7 +280,9 @@ class FlatOperands(TorchFunctionMode):
         if self._on_parts():
             return func(*args, **given)
         if not used or keeps_parts(func) or _is_of_the_part(func):
-            return self._on_parts_of(func, args, given, tensors, bool(used))
+            result = self._on_parts_of(func, args, given, tensors, bool(used))
+            self._follow(func, args, result)
+            return result
         if len(used) == len(tensors) and func not in TRANSPOSED and _gives_no_tensor(func, args, given):
             return func(*args, **given)
         self._compare(str(func.__name__))
@@ -321,6 +325,18 @@ class FlatOperands(TorchFunctionMode):
             self._parts[each] = True
         return result
 
+    def _follow(self, func: Any, args: tuple[object, ...], result: object) -> None:
+        """Note another tensor for a weight's part; free what was gathered of a weight that was changed in place."""
+        first = list(operands(args[:1], {}))
+        owners = [self._aliases.get(tensor) or self._owners.get(tensor, (None, None))[1] for tensor in first]
+        if func in (DETACH, GET_DATA) and owners and owners[0] is not None and isinstance(result, torch.Tensor):
+            self._aliases[result] = owners[0]
+        changes = keeps_parts(func) and func.__name__ not in ("grad", "backward", "requires_grad_", "__set__")
+        if changes and not (in_backward() or self._root.is_open):
+            for routed in {owner for owner in owners if owner is not None}:
+                for shell in routed.through:
+                    free_gathered(shell)
+
     def _place(self, value: object) -> object:
         return _Placed(*self._owners[value][0]) if isinstance(value, nn.Parameter) and value in self._owners else value
 
@@ -337,6 +353,9 @@ def _at(value: object) -> object:
     return getattr(value.module, value.key) if isinstance(value, _Placed) else value
 
 
+_TENSOR: Any = torch.Tensor
+DETACH, GET_DATA = _TENSOR.detach, _TENSOR.data.__get__
+"""Functions whose result has the memory of what they are given."""
 READS = ("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__")
 """Functions of torch that give values of a tensor in Python."""
 

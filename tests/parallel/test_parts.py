@@ -103,13 +103,13 @@ def rows() -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
 
 
-def steps(model: Whole, weights: Weights, x: torch.Tensor, way: str, between: bool) -> dict[str, Any]:
+def steps(model: Whole, weights: Weights, x: torch.Tensor, way: str) -> dict[str, Any]:
     """The outputs of methods before any forward, and gradients of two micro-batches."""
     in_methods(model, partial(weights.method, compute=torch.float64), own_methods(model))
     with torch.no_grad():
         told: dict[str, Any] = {"first": model.first_block(x), "parts": model.by_parts(x)}
     model.averaged()
-    if way == "parts" and between:
+    if way == "parts":
         model.averaged_between()
     for last, part in enumerate(x.chunk(2)):
         weights.begin_micro_batch(bool(last))
@@ -132,7 +132,7 @@ def on_ranks(layout: str) -> list[dict[str, Any]]:
     for way in WAYS:
         model = made()
         weights, ranks = sharded(model, layout)
-        found.append(steps(model, weights, rows().chunk(2)[ranks.rank], way, layout != "fsdp1"))
+        found.append(steps(model, weights, rows().chunk(2)[ranks.rank], way))
         if layout != "fsdp1":  # sharding goes on with the tensor that was there
             with weights.method("other", torch.float64), pytest.raises(ModelError, match="no effect"):
                 model.gain.data = model.gain.data * 2
@@ -148,16 +148,16 @@ def on_ranks(layout: str) -> list[dict[str, Any]]:
     return found
 
 
-def alone(way: str, between: bool) -> dict[str, Any]:
+def alone(way: str) -> dict[str, Any]:
     model = made()
     hold = shard_model(model, [], Ranks(0, 1, torch.device("cpu")), "fp64")
-    return steps(model, hold(model), rows(), way, between)
+    return steps(model, hold(model), rows(), way)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_called_by_themselves_compute_as_on_one_rank(layout: str) -> None:
     by_rank = run_ranks(on_ranks, 2, layout)
-    both = [alone(way, layout != "fsdp1") for way in WAYS]
+    both = [alone(way) for way in WAYS]
     for number, expected in enumerate(both):
         for name in ("first", "parts"):
             found = torch.cat([told[number][name] for told in by_rank])
