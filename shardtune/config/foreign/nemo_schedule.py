@@ -33,7 +33,8 @@ def schedule(c: Conversion, total: int | None) -> None:
         c.put(
             "actor.optim.min_lr", least, name, comment=name if c.has(name) else "its default: a hundredth of the rate"
         )
-    c.not_needed("the rate is constant", "lr_scheduler.min_lr") if style == "constant" else None
+    else:
+        c.not_needed("the rate is constant", "lr_scheduler.min_lr")
     _warm_up(c, total, rate)
     _decay_steps(c, style, total)
     steady = [f"lr_scheduler.{key}" for key in ("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style")]
