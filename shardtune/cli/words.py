@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shlex
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+import typer
 
 from shardtune.errors import ConfigError
 
@@ -22,17 +25,17 @@ FORMS: Mapping[str, str] = {"runner.push_to_hub": "OWNER/NAME"}
 def split_words(words: Sequence[str] | None) -> tuple[str | None, list[str]]:
     """The recipe, if one is named, and the overrides; the recipe is the first word that is no `key=value`.
 
-    Raises:
-        ConfigError: the overrides give a key two values.
+    An override that a later one replaces is named on standard error.
     """
     given = list(words or ())
     recipe = next((word for word in given if not is_override(word)), None)
     if recipe is not None:
         given.remove(recipe)
-    if len(given) > 1:
-        from shardtune.config.overrides import refuse_repeated
+    if len(given) > 1 and os.environ.get("RANK", "0") == "0":
+        from shardtune.config.overrides import replaced
 
-        refuse_repeated(given)
+        for line in replaced(given):
+            typer.echo(line, err=True)
     return recipe, given
 
 

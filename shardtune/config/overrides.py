@@ -212,29 +212,25 @@ def _refuse_two_names(parsed: Sequence[Override]) -> None:
             )
 
 
-def refuse_repeated(texts: Sequence[str]) -> None:
-    """Refuse a command line that gives a key two values, of which the last would count.
+def replaced(texts: Sequence[str]) -> list[str]:
+    """A sentence for each override of a command line whose value a later one replaces; the last one counts.
+
+    Two names of one key with two values are no such case: `read_overrides` refuses them.
 
     Args:
         texts: the overrides that a user typed, each as for `read_overrides`.
-
-    Raises:
-        ConfigError: two of them set one key, or a section and a key in it, to different values.
     """
     seen: list[tuple[str, object, Override]] = []
+    found: dict[str, None] = {}
     for override in _parse(texts):
         chosen = f"group {override.key}" if _chooses_group(override) else None
         for key, value in _leaves(chosen or _present(override.key), override.value):
             for other_key, other_value, other in seen:
-                if _contradicts(key, value, other_key, other_value):
-                    raise ConfigError(
-                        f"{override.name} is given twice, as {as_written(other.value)} and {as_written(override.value)}"
-                        if override.name == other.name
-                        else f"{other.text} and {override.text} give two values of one key",
-                        where=f"overrides {other.text} and {override.text}",
-                        remedy="keep one of them",
-                    )
+                has_two_names = _present(override.key) == _present(other.key) and override.name != other.name
+                if not has_two_names and _contradicts(key, value, other_key, other_value):
+                    found[f"{other.text} is replaced by {override.text}, which comes after it"] = None
             seen.append((key, value, override))
+    return [*found]
 
 
 def with_keys(overrides: Sequence[str], keys: Sequence[str]) -> list[str]:

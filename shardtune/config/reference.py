@@ -38,8 +38,8 @@ data:
   meaning is in the tables below; `section=null` sets all keys of a section to their defaults; `+key=` and `++key=`
   are the same as `key=`. Mappings with names of your choice
   (`optim.args`) merge key by key, and `data.eval_data_paths.math=a.jsonl` sets one of several named sets;
-  everything else is replaced. A command line that gives one key two values is an error; in code
-  (`shardtune.train(recipe, "optim.lr=1e-5", "optim.lr=2e-5")`) the last one counts.
+  everything else is replaced. Of a key that is given twice the last value counts, and a line of the command says
+  so: a script may end in `"$@"`.
 - **Flags.** `--actor.optim.lr 3e-5` is the same as `actor.optim.lr=3e-5`. A flag may be the last part of a key
   (`--max_length`), or the name that is usual in other trainers where one key means the same (`--learning_rate`,
   `--epochs`, `--output_dir`). `--config recipe.yaml` names the recipe; without one, `--model` and `--data` are enough.

@@ -30,6 +30,8 @@ from shardtune.data.robot.quantiles import Quantiles
 from shardtune.data.robot.recordings import recording_vectors
 from shardtune.data.robot.representation import ENTRY as REPRESENTATION
 from shardtune.data.robot.running_stats import Moments
+from shardtune.data.robot.tables import holds_actions
+from shardtune.data.row_files import read_chunks
 from shardtune.data.sources.resolve import (
     LEROBOT,
     ROBOT_KINDS,
@@ -374,8 +376,7 @@ def _frame_by_frame(source: Source) -> bool:
 
 def _vectors(source: Source, skip_bad: bool) -> Iterator[Vectors]:
     alone = _frame_by_frame(source)
-    if alone:
-        source = replace(source, frames=FrameOptions())
+    single = replace(source, frames=FrameOptions())
     for file in source.files:
         if file.kind in ROBOT_KINDS and alone:
             for whole in _file_vectors(file, source.columns):
@@ -389,6 +390,8 @@ def _vectors(source: Source, skip_bad: bool) -> Iterator[Vectors]:
                     episodes = [(file.label, episode) for episode in np.unique(kept.episodes).tolist()]
                     place = f"{file.label}: episode {episodes[0][1]}"
                     yield Vectors(source.name, episodes, kept.actions, kept.state, place)
+        elif alone and not holds_actions(read_chunks(file.path, file.kind), source.columns):
+            yield from _row_vectors(single, file, skip_bad)
         else:
             yield from _row_vectors(source, file, skip_bad)
 

@@ -87,8 +87,9 @@ def _split(words: list[str]) -> tuple[str, str | None, list[str]]:
         raise ConfigError(
             what, where="shardtune verify adapter", remedy="shardtune verify adapter file.py:Class [RECIPE.yaml]"
         )
-    from shardtune.config.overrides import refuse_repeated
+    from shardtune.config.overrides import replaced
 
     overrides = [word for word in words if word not in names]
-    refuse_repeated(overrides)
+    for line in replaced(overrides):
+        typer.echo(line, err=True)
     return names[0], names[1] if len(names) == 2 else None, overrides

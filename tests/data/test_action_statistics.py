@@ -217,6 +217,12 @@ class TestSources:
         assert found.action.max == (3.0,)
         assert found.frames == 3  # that a chunk of three reaches the bad frame has no part in it
 
+    def test_rows_that_hold_their_actions_count_with_the_first(self, tmp_path, data):
+        lines = [json.dumps({"instruction": "go", "actions": [[one], [one + 7.0]]}) for one in (1.0, 2.0, 6.0)]
+        (tmp_path / "set.jsonl").write_text("\n".join(lines))
+        found = data_statistics(str(tmp_path / "set.jsonl"), data, frames=FrameOptions(2))["set"]
+        assert (found.frames, found.action.max) == (3, (6.0,))
+
     def test_a_transform_sees_the_chunk(self, tmp_path, data):
         """So what it leaves out, and the cached statistics, depend on its length."""
         lines = [json.dumps({"episode": 0, "task": "go", "action": [one]}) for one in (1.0, 2.0, 5.0, 3.0)]

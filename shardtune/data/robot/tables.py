@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,11 +53,27 @@ def unread_columns(chunks: Iterable[Chunk], columns: Mapping[str, str]) -> list[
         chunks: the file's rows in file order.
         columns: `data.columns`.
     """
-    row = next((row for chunk in chunks for _, row in chunk.rows() if not isinstance(row, RowError)), {})
+    row = _first_row(chunks)
     found = find_columns(tuple(row), columns)
     idle = ("action",) if "actions" in found.named else _OF_WHOLE_ROWS
     read = {name for role, name in found.named.items() if role not in idle} | set(found.cameras.values())
     return [name for name in row if name not in read]
+
+
+def holds_actions(chunks: Iterable[Chunk], columns: Mapping[str, str]) -> bool:
+    """Whether a table's first row holds the actions that follow, so that no other rows are needed for them.
+
+    Args:
+        chunks: the file's rows in file order.
+        columns: `data.columns`.
+    """
+    with suppress(RowError):  # which reading the rows reports
+        return "actions" in find_columns(tuple(_first_row(chunks)), columns).named
+    return False
+
+
+def _first_row(chunks: Iterable[Chunk]) -> Row:
+    return next((row for chunk in chunks for _, row in chunk.rows() if not isinstance(row, RowError)), {})
 
 
 @dataclass(frozen=True, slots=True)
