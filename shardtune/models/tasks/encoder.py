@@ -25,8 +25,8 @@ class TextSample(Sample):
     """A row of tokens, or of texts, that is not cut yet.
 
     Attributes:
-        parts: of pairs, in the shape of `input_ids`: 1 and 2 for tokens of the first and of the second text, 0 for what
-            the tokenizer puts around them. None where a row has single texts.
+        parts: of long rows, in the shape of `input_ids`: 1 and 2 for tokens of the first and of the second text, 0 for
+            what the tokenizer puts around them. None where it is not known.
     """
 
     parts: np.ndarray | None = None
@@ -154,7 +154,7 @@ def shortened(values: np.ndarray, ids: np.ndarray, cut: Cut, parts: np.ndarray |
         values: [length] or [texts, longest]: ids, or what stands beside each of them.
         ids: the token ids, in the same shape.
         cut: how many are kept, and where.
-        parts: of pairs, `TextSample.parts`.
+        parts: `TextSample.parts`.
     """
     most = cut.most
     if values.ndim == 2:
@@ -189,22 +189,23 @@ def _of_pair(parts: np.ndarray, cut: Cut) -> np.ndarray:
     return (parts == 0) | first | second
 
 
-def parts_of_pair(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], encoded: BatchEncoding
-) -> np.ndarray | None:
-    """The parts of an encoded pair, as in `TextSample`.
+def parts_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], encoded: BatchEncoding) -> np.ndarray | None:
+    """The parts of an encoded text or pair, as in `TextSample`.
 
     Args:
         tokenizer: which made it.
-        texts: the two.
-        encoded: a batch of this pair alone.
+        texts: one or two.
+        encoded: a batch of these alone.
 
     Returns:
-        int8 [length]; None where a tokenizer written in Python changes tokens of a text beside the other.
+        int8 [length]; None of a single text by a tokenizer written in Python, and where such a one changes tokens of a
+        text beside the other.
     """
     ids = encoded["input_ids"][0]
     if encoded.is_fast:
         return np.array([0 if part is None else part + 1 for part in encoded.sequence_ids(0)], np.int8)
+    if len(texts) == 1:
+        return None
     parts, begin = np.zeros(len(ids), np.int8), 0
     for number, text in enumerate(texts, 1):
         alone = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

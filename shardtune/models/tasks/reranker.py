@@ -82,7 +82,7 @@ class Reranker(TextTask):
             ids[place, :length], kinds[place, :length] = one["input_ids"], one["token_type_ids"]
             parts[place, :length] = one.get(PARTS, 0)
         found = {"input_ids": ids, "token_type_ids": kinds, "query": np.int64(text_number(query))}
-        return {**found, PARTS: parts} if all(PARTS in one for one in made) else found
+        return {**found, PARTS: parts} if any(PARTS in one for one in made) else found
 
     def _documents(self, row: Row) -> list[str]:
         first = text_of(row, POSITIVE, "the document", self.row_form)

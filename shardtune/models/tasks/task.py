@@ -22,7 +22,7 @@ from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
 from shardtune.models.adapter import Evaluation as Evaluated
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config
-from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, parts_of_pair, require_tokens
+from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, parts_of, require_tokens
 from shardtune.models.tasks.metrics import installed
 from shardtune.models.user_metrics import Measure, checked
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
@@ -30,7 +30,7 @@ from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 TASK_FILE = "task.json"
 """Beside the weights: the task's name, the longest row, and options that the training rows decide, such as labels."""
 PARTS = "parts"
-"""Beside the tokens of a pair: which text each belongs to, as in `TextSample`."""
+"""Beside the tokens of a long row: which text each belongs to, as in `TextSample`."""
 Record = Mapping[str, Any]
 """What the metrics of a set and predictions are computed from, of one row."""
 Outputs = Mapping[str, torch.Tensor]
@@ -207,7 +207,7 @@ class TextTask(Adapter):
     def tokens(self, *texts: Any, **settings: Any) -> dict[str, Any]:
         """The tokens of a text or of a pair, as the tokenizer ends them, and to which of the two each belongs.
 
-        Of a pair also `PARTS`, by which a long one is cut; `encode` takes them out of the fields.
+        Of a long row also `PARTS`, by which it is cut; `encode` takes them out of the fields.
 
         Args:
             texts: one or two.
@@ -218,14 +218,15 @@ class TextTask(Adapter):
         ids, kinds = made["input_ids"][0], made["token_type_ids"][0]
         require_tokens(ids)
         found = {"input_ids": ids, "token_type_ids": np.array(kinds, np.int8)}
-        parts = parts_of_pair(self.tokenizer, texts, made) if len(texts) == 2 else None
+        is_long = len(ids) > min(self.recipe.data.max_length, self.max_positions or len(ids))
+        parts = parts_of(self.tokenizer, texts, made) if is_long else None
         return found if parts is None else {**found, PARTS: parts}
 
     def encoder(self, *, with_prompts: bool) -> TextEncoder:
         _ = self.loaded_config  # without a model there is no tokenizer either, and the message is about the model
         return TextEncoder(self, self.recipe, self._in_memory)
 
-    @property
+    @cached_property
     def max_positions(self) -> int | None:
         """Tokens that the model has positions for; None: any number, as with rotary or relative ones."""
         settings = self.config.get_text_config().to_dict()

@@ -34,7 +34,7 @@ from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.tasks import sentence_transformers_files
-from shardtune.models.tasks.encoder import Cut, parts_of_pair, require_tokens, shortened
+from shardtune.models.tasks.encoder import Cut, parts_of, require_tokens, shortened
 from shardtune.models.tasks.metrics import entity_scores, f1_scores, spans
 from shardtune.models.tasks.names import CLASSES
 from shardtune.models.tasks.task import TextTask
@@ -323,15 +323,23 @@ def test_a_text_that_is_cut_keeps_its_end():
 def test_a_pair_is_cut_as_transformers_cuts_it(folder: Path, side: str):
     """No text of a pair is lost; checked against the tokenizer's own cut, at every length of both."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "encoder", truncation_side=side)
-    task: Any = task_of(recipe(folder, "sequence_classifier", rows("sequence_classifier", 4), "pairs"))
+    values = recipe(folder, "sequence_classifier", rows("sequence_classifier", 4), "pairs")
+    values["data"]["max_length"] = 4
+    task: Any = task_of(values)
     for first, second, most in itertools.product(range(1, 9), range(9), range(5, 12)):
         pair = (" ".join(["cat"] * first), " ".join(["dog"] * second))
         made = task.tokens(*pair)
         ids, kinds = np.asarray(made["input_ids"]), made["token_type_ids"]
+        if len(ids) <= most:
+            continue
         own = tokenizer([pair[0]], [pair[1]], truncation="longest_first", max_length=most, return_token_type_ids=True)
         for found, name in ((ids, "input_ids"), (kinds, "token_type_ids")):
             cut = shortened(found, ids, Cut.of(tokenizer, most), made["parts"])
             assert cut.tolist() == own[name][0]
+    text = "cat dog [SEP] [SEP]"  # marks that are words of it
+    made = task.tokens(text)
+    cut = shortened(np.asarray(made["input_ids"]), np.asarray(made["input_ids"]), Cut.of(tokenizer, 4), made["parts"])
+    assert cut.tolist() == tokenizer(text, truncation=True, max_length=4)["input_ids"]
 
 
 def test_the_second_text_of_a_long_pair_is_read(folder: Path):
@@ -354,7 +362,7 @@ def test_the_texts_of_a_pair_are_found_without_a_fast_tokenizer():
     tokenizer = ByT5Tokenizer()
     for pair in (("ab", "abc"), ("abab", "ab"), ("ab", ""), ("abcd", "bcde")):
         made = tokenizer([pair[0]], [pair[1]], verbose=False)
-        parts = parts_of_pair(tokenizer, pair, made)
+        parts = parts_of(tokenizer, pair, made)
         assert parts is not None
         ids = np.asarray(made["input_ids"][0])
         assert [tokenizer.decode(ids[parts == part]) for part in (1, 2)] == list(pair)
