@@ -226,9 +226,13 @@ class TextTask(Adapter):
         _ = self.loaded_config  # without a model there is no tokenizer either, and the message is about the model
         return TextEncoder(self, self.recipe, self._in_memory)
 
-    @cached_property
+    @property
     def max_positions(self) -> int | None:
         """Tokens that the model has positions for; None: any number, as with rotary or relative ones."""
+        return self._positions
+
+    @cached_property
+    def _positions(self) -> int | None:
         settings = self.config.get_text_config().to_dict()
         if RELATIVE & settings.keys() or settings.get("position_biased_input") is False:
             return None
