@@ -149,7 +149,7 @@ class RankModule:
         self._module.train(trained)
         self._reach_before_forwards(units)
         self._attributes = Attributes(self._module, ranks)
-        with self._as_printed():
+        with self._as_printed(), self._weights.method("on_weights_materialized", self._compute):
             self._module.on_weights_materialized()
         self._adopt_added()
         self._trained = trained_names(self._module, self._weights)  # grows: what is frozen later is saved all the same

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -18,14 +18,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GenerationMixin
 
 from shardtune.errors import ModelError
 from shardtune.parallel.torch_private import (
+    base_of,
+    count_parameters,
     gather_before_backward,
     gathered_parameters,
     holds_gathered,
     is_at_rest,
+    local_part,
     storage_identity,
     tree_map,
     tree_map_only,
@@ -64,6 +68,10 @@ class ShardedOperands(TorchFunctionMode):
         self._compute = compute
         self._compare = compare
         self._units = units
+        self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._weights: dict[int, tuple[torch.Tensor, DTensor]] = {}
+        self._memory: set[int] = set()
+        self._complete = False
 
     def __torch_function__(
         self,
@@ -80,7 +88,11 @@ class ShardedOperands(TorchFunctionMode):
             return self._on_gathered(gathered, func, types, args, given)
         sharded, plain = _kinds(args, given)
         if sharded and func == SET_DATA and isinstance(args[0], DTensor):
-            raise other_data()
+            if not same_memory(args[0], args[1]):
+                raise other_data()
+            return None  # parameter.data -= …, which has changed it in place
+        if changes_in_place(func) and any(map(self._is_lost, operands(args[:1], {}))):
+            raise lost_view(str(func.__name__))
         if not sharded or keeps_parts(func):
             return func(*args, **given)
         if not plain:
@@ -90,16 +102,35 @@ class ShardedOperands(TorchFunctionMode):
                 if not any(isinstance(tensor, DTensor) and tensor.requires_grad for tensor in operands((result,), {})):
                     return result
         self._compare(str(func.__name__))
+        parts = {_memory(tensor) for tensor in operands(args, given) if isinstance(tensor, DTensor)}
         args, given = tree_map_only(DTensor, self._whole, (args, given))
-        return func(*args, **given)
+        copies = {_memory(tensor) for tensor in operands(args, given)} - parts
+        result = func(*args, **given)
+        for each in operands((result,), {}):
+            if _memory(each) in copies and base_of(each) is not None:
+                self._views[each] = True
+        return result
+
+    def _is_lost(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of a copy of a weight, which a change of the weight itself would need to reach."""
+        base = base_of(tensor)
+        if base is None or tensor in self._views or base in self._views:
+            return base is not None
+        return isinstance(tensor, DTensor) and isinstance(base, DTensor) and _memory(tensor) != _memory(base)
 
     def _gathered(self, args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[int, tuple[torch.Tensor, DTensor]]:
         """The root's gathered weights, with their parts, if they or views of them are among the operands."""
         plain = [tensor for tensor in operands(args, given) if not isinstance(tensor, DTensor)]
-        weights = gathered_parameters(self._root) if plain else {}
-        memory = {storage_identity(whole.untyped_storage()) for whole, _ in weights.values()}
-        found = any(id(tensor) in weights or storage_identity(tensor.untyped_storage()) in memory for tensor in plain)
-        return weights if found else {}
+        if not plain:
+            return {}
+        if not self._complete:  # weights that have been gathered once keep their tensors, and these their memory
+            self._weights = gathered_parameters(self._root)
+            self._memory = {_memory(whole) for whole, _ in self._weights.values()}
+            self._complete = len(self._weights) == count_parameters(self._root)
+        for tensor in plain:
+            if id(tensor) in self._weights or (self._memory and _memory(tensor) in self._memory):
+                return self._weights
+        return {}
 
     def _on_gathered(
         self,
@@ -117,15 +148,16 @@ class ShardedOperands(TorchFunctionMode):
             parts = {id(whole): weights[id(whole)][1] for whole in used}
             args, given = tree_map(lambda value: parts.get(id(value), value), (args, given))
             return self.__torch_function__(func, types, args, given)
+        if changes_in_place(func) and any(
+            id(tensor) not in weights and _memory(tensor) in self._memory for tensor in operands(args[:1], {})
+        ):
+            raise lost_view(str(func.__name__))
         if _kinds(args, given)[0]:
             self._compare(str(func.__name__))
             args, given = tree_map_only(DTensor, self._whole, (args, given))
         result = func(*args, **given)
-        memory = {storage_identity(whole.untyped_storage()) for whole, _ in weights.values()}
         computed = [
-            tensor
-            for tensor in operands((result,), {})
-            if tensor.requires_grad and storage_identity(tensor.untyped_storage()) not in memory
+            tensor for tensor in operands((result,), {}) if tensor.requires_grad and _memory(tensor) not in self._memory
         ]
         if computed:  # a part's backward pass may free them before this one
             gather_before_backward(self._root, computed)
@@ -137,6 +169,22 @@ class ShardedOperands(TorchFunctionMode):
         gradient: list[Placement] = [Replicate() if name == "tensor" else Partial() for name in names]
         whole = tensor.full_tensor(grad_placements=gradient)
         return whole.to(self._compute) if whole.is_floating_point() else whole
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return storage_identity(_part(tensor).untyped_storage())
+
+
+def same_memory(weight: object, other: object) -> bool:
+    """Whether a tensor is all of what a rank has of a weight: the same numbers at the same place."""
+    if not isinstance(weight, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    first, second = ((_memory(t), (part := _part(t)).storage_offset(), part.shape, part.dtype) for t in (weight, other))
+    return first == second
 
 
 def _kinds(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[bool, bool]:
@@ -173,9 +221,36 @@ def other_data() -> ModelError:
     )
 
 
+def lost_view(name: str) -> ModelError:
+    """A change of a row, slice or other view of a weight, for which a copy has been gathered."""
+    return ModelError(
+        f"{name} of a row, slice or other view of a weight changes a copy, not the weight: ranks have parts of it, and "
+        "the view is of what they have gathered",
+        where=name,
+        remedy="change the weight itself, as a whole and in place (weight.mul_(…), copy_, add_), for example by a mask "
+        "that is computed from it",
+    )
+
+
+def changes_in_place(func: Any) -> bool:
+    """Whether a function of torch changes its first operand."""
+    return _changes(str(func.__name__))
+
+
+@cache
+def _changes(name: str) -> bool:
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        return name != "requires_grad_"
+    return name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
+
+
 def keeps_parts(func: Any) -> bool:
     """Whether a function of torch works on what this rank has: it changes a weight in place, or computes gradients."""
-    name = str(func.__name__)
+    return _keeps(str(func.__name__))
+
+
+@cache
+def _keeps(name: str) -> bool:
     if name in ("__set__", "__setitem__", "grad", "backward"):
         return True
     return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
-from shardtune.errors import ModelError
-from shardtune.parallel.direct_use import TRANSPOSED, keeps_parts, operands
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.outputs import tensors_in
@@ -237,151 +232,6 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
-class FlatOperands(TorchFunctionMode):
-    """Operations outside of the model's modules get whole weights, if they compute tensors; those of optimizers do not.
-
-    `detach()`, `.data` and `.grad` of a weight give this rank's part, which may be changed, copied and computed with
-    entry by entry. What would give less than the part (a sum, a norm, a slice) is refused, as it would be of the part.
-    After a change in place the weights of that unit are gathered anew.
-
-    Args:
-        owners: of the parameters, each with its place and what gathers it.
-        root: what gathers the root's; only the root ends a backward pass.
-        compare: is called before weights are gathered.
-        on_parts: whether operations are those of an optimizer, whose states belong to this rank's part of a weight.
-    """
-
-    def __init__(
-        self,
-        owners: Mapping[nn.Parameter, tuple[Place, Routed]],
-        root: Routed,
-        compare: Callable[[str], None],
-        on_parts: Callable[[], bool],
-    ) -> None:
-        super().__init__()
-        self._owners = owners
-        self._root = root
-        self._compare = compare
-        self._on_parts = on_parts
-        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._aliases: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._divides = root.through[0].world_size > 1
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        given = dict(kwargs or {})
-        tensors = list(operands(args, given))
-        used = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor in self._owners]
-        if self._on_parts():
-            return func(*args, **given)
-        if not used or keeps_parts(func) or _is_of_the_part(func):
-            result = self._on_parts_of(func, args, given, tensors, bool(used))
-            self._follow(func, args, result)
-            return result
-        if len(used) == len(tensors) and func not in TRANSPOSED and _gives_no_tensor(func, args, given):
-            return func(*args, **given)
-        self._compare(str(func.__name__))
-        args, given = tree_map(self._place, (args, given))
-
-        def computed(*placed: object, **named: object) -> object:
-            whole, by_name = tree_map(_at, (placed, named))
-            # A view would go with the gathered weights.
-            return tree_map_only(torch.Tensor, torch.clone, func(*whole, **by_name))
-
-        call: Callable[..., object] = computed
-        for routed in {self._owners[parameter][1] for parameter in used} - {self._root}:
-            call = routed.method(call)
-        return self._root.method(call)(*args, **given)
-
-    def _on_parts_of(
-        self, func: Any, args: tuple[object, ...], kwargs: dict[str, object], used: Sequence[torch.Tensor], own: bool
-    ) -> object:
-        """An operation on what this rank has of weights; refused where it would be of a part alone.
-
-        Args:
-            func, args, kwargs: the operation.
-            used: its operands.
-            own: whether a weight itself is among them.
-        """
-        parts = [tensor for tensor in used if tensor in self._parts] if self._divides else []
-        try:
-            result = func(*args, **kwargs)
-        except (RuntimeError, IndexError) as error:
-            if parts:
-                raise _of_a_part(str(func.__name__)) from error
-            raise
-        if not parts and not (self._divides and own and _is_of_the_part(func)):
-            return result
-        most = max((tensor.numel() for tensor in parts), default=0)
-        found = list(operands((result,), {}))
-        if parts and (func.__name__ in READS or any(not each.ndim or each.numel() < most for each in found)):
-            raise _of_a_part(str(func.__name__))
-        for each in found:
-            self._parts[each] = True
-        return result
-
-    def _follow(self, func: Any, args: tuple[object, ...], result: object) -> None:
-        """Note another tensor for a weight's part; free what was gathered of a weight that was changed in place."""
-        first = list(operands(args[:1], {}))
-        owners = [self._aliases.get(tensor) or self._owners.get(tensor, (None, None))[1] for tensor in first]
-        if func in (DETACH, GET_DATA) and owners and owners[0] is not None and isinstance(result, torch.Tensor):
-            self._aliases[result] = owners[0]
-        changes = keeps_parts(func) and func.__name__ not in ("grad", "backward", "requires_grad_", "__set__")
-        if changes and not (in_backward() or self._root.is_open):
-            for routed in {owner for owner in owners if owner is not None}:
-                for shell in routed.through:
-                    free_gathered(shell)
-
-    def _place(self, value: object) -> object:
-        return _Placed(*self._owners[value][0]) if isinstance(value, nn.Parameter) and value in self._owners else value
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Placed:
-    """The place of a parameter among the arguments of an operation."""
-
-    module: nn.Module
-    key: str
-
-
-def _at(value: object) -> object:
-    return getattr(value.module, value.key) if isinstance(value, _Placed) else value
-
-
-_TENSOR: Any = torch.Tensor
-DETACH, GET_DATA = _TENSOR.detach, _TENSOR.data.__get__
-"""Functions whose result has the memory of what they are given."""
-READS = ("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__")
-"""Functions of torch that give values of a tensor in Python."""
-
-
-def _of_a_part(name: str) -> ModelError:
-    return ModelError(
-        f"{name} of a weight's detach(), .data or .grad is that of this rank's part alone: fsdp1 divides each over the "
-        "ranks, and these have no shape there",
-        where=name,
-        remedy="use the weight itself (under torch.no_grad()), which is whole in every operation; for the norm of the "
-        'gradient self.clip_grad_norm_(); or executor="fsdp2", where they are whole',
-    )
-
-
-def _is_of_the_part(func: Any) -> bool:
-    """Whether an operation is about what this rank has: `detach`, or an attribute other than the transpose."""
-    return func.__name__ == "detach" or (func.__name__ == "__get__" and func not in TRANSPOSED)
-
-
-def _gives_no_tensor(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether an operation, tried on parts, gives something else (a size, a dtype)."""
-    with suppress(RuntimeError):
-        return not list(operands((func(*args, **kwargs),), {}))
-    return False
-
-
 class Flattening:
     """Rows with values into FSDP1's pieces, unit by unit: one unit is whole at a time, in one more copy while FSDP1
     joins its parameters.
@@ -392,7 +242,7 @@ class Flattening:
         wrapped: FSDP1's modules, each after those inside it; the last is the root's.
         places: of the cut parameters, by name.
         shapes: of the whole parameters, by name.
-        owners: the place of each parameter that FSDP1 has made, and what gathers it.
+        owners: the place of each parameter that FSDP1 has made, what gathers it, and its whole shape.
     """
 
     def __init__(self, sharding: FlatSharding, names: Mapping[nn.Parameter, str]) -> None:
@@ -400,7 +250,7 @@ class Flattening:
         self._names = names
         self._routed: list[tuple[nn.Module, str, Callable[..., object] | None]] = []
         self._gathering: dict[nn.Module, Routed] = {}
-        self.owners: dict[nn.Parameter, tuple[Place, Routed]] = {}
+        self.owners: dict[nn.Parameter, tuple[Place, Routed, torch.Size]] = {}
         self.wrapped: list[FullyShardedDataParallel] = []
         self.shells: list[Shell] = []
         self.places: dict[str, list[Place]] = {}
@@ -418,8 +268,9 @@ class Flattening:
             keeps = unit is root or not sharding.reshard_after_forward
             self._root = routed = Routed(through, cast, keeps, unit is root)  # in the end the root's
             self._gathering[unit] = routed
-            for module, key in (self.places[name][0] for name in self.places.keys() - before):
-                self.owners[module.get_parameter(key)] = (module, key), routed
+            for name in self.places.keys() - before:
+                module, key = self.places[name][0]
+                self.owners[module.get_parameter(key)] = (module, key), routed, self.shapes[name]
             for name in ("forward", *(sharding.entry_points if unit is root else ())):
                 self._route(unit, name, routed.method)
 
@@ -452,9 +303,10 @@ class Flattening:
         for routed in self._gathering.values():
             routed.kept = False
 
-    def whole_operands(self, compare: Callable[[str], None], on_parts: Callable[[], bool]) -> FlatOperands:
-        """Inside, operations outside of the root's forward get whole weights; arguments as `FlatOperands` has them."""
-        return FlatOperands(self.owners, self._root, compare, on_parts)
+    @property
+    def root(self) -> Routed:
+        """What gathers the root's weights."""
+        return self._root
 
     def _route(self, module: nn.Module, name: str, through: Callable[[Callable[..., object]], object]) -> None:
         self._routed.append((module, name, vars(module).get(name)))

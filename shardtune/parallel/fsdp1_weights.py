@@ -32,7 +32,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ModelError
-from shardtune.parallel.fsdp1 import FlatOperands, FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
+from shardtune.parallel.flat_operands import FlatOperands
+from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.torch_private import (
     FlatParameter,
@@ -151,11 +152,12 @@ class FlatWeights(Weights):
     def _whole_operands(self, compute: torch.dtype) -> AbstractContextManager[object]:
         if not self._outside():
             return nullcontext()
-        return self._flattened.whole_operands(self._same_call.compare, self._updating)
+        flattened = self._flattened
+        return FlatOperands(flattened.owners, flattened.root, self._same_call.compare, self._updating)
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        with self._flattened.gathered(), without_modes(FlatOperands):
+        with without_modes(FlatOperands), self._flattened.gathered():
             yield
 
     def _updating(self) -> bool:
@@ -218,6 +220,10 @@ class FlatWeights(Weights):
 
     @torch.no_grad()
     def sync_replicated_gradients(self) -> None:
+        with without_modes(FlatOperands):
+            self._sync_gradients()
+
+    def _sync_gradients(self) -> None:
         self._quiet.close()
         names = [name for name in self._pieces if self.parameters[name].requires_grad]
         for name in self._pieces.keys() - names:  # frozen since: FSDP1 computes gradients of all that it has joined
@@ -248,8 +254,9 @@ class FlatWeights(Weights):
         )
 
     def _free_gathered(self) -> None:
-        for shell in self._flattened.wrapped:
-            free_gathered(shell)
+        with without_modes(FlatOperands):  # which refuse what FSDP1 does with its parameters
+            for shell in self._flattened.wrapped:
+                free_gathered(shell)
 
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:

@@ -307,6 +307,18 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that another is a view of, if it is one."""
+    return tensor._base
+
+
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """The tensor itself that this rank has; `to_local` gives a view, and another one with gradients."""
+    return tensor._local_tensor
+
+
+LOADING = nn.Module._load_from_state_dict.__code__
+"""What compares the shapes of weights with those of a state dict, of which FSDP1 gives this rank's parts."""
 multiply_ = torch._foreach_mul_
 """Scales a list of tensors in place, with few kernels; the public optimizers and clipping do it this way."""
 norms_of = torch._foreach_norm
@@ -493,6 +505,11 @@ def gathered_parameters(module: FSDPModule) -> dict[int, tuple[torch.Tensor, DTe
     return {id(whole): (whole, part) for whole, part in found if whole is not None}
 
 
+def count_parameters(module: FSDPModule) -> int:
+    """The number of weights of a sharded module, without those inside it."""
+    return sum(len(group.fsdp_params) for group in _groups_of(module))
+
+
 class _Noted(DefaultAllocMixin):
     """Calls a function before each collective, when FSDP2 allocates its memory; without a collective it does not."""
 
@@ -618,6 +635,12 @@ def free_gathered(wrapped: FullyShardedDataParallel) -> None:
     if wrapped._handle is not None:
         wrapped._handle.reshard(free_unsharded_flat_param=True)
         wrapped._handle.post_reshard()
+
+
+def is_gathered(wrapped: FullyShardedDataParallel) -> bool:
+    """Whether a unit's weights are gathered, or its modules have views of what was."""
+    handle = wrapped._handle
+    return handle is not None and (handle._skipped_use_sharded_views or not handle.is_sharded(handle.flat_param))
 
 
 def sum_gradients(wrapped: FullyShardedDataParallel) -> None:

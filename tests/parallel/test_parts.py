@@ -133,10 +133,28 @@ def on_ranks(layout: str) -> list[dict[str, Any]]:
         model = made()
         weights, ranks = sharded(model, layout)
         found.append(steps(model, weights, rows().chunk(2)[ranks.rank], way))
-        if layout != "fsdp1":  # sharding goes on with the tensor that was there
-            with weights.method("other", torch.float64), pytest.raises(ModelError, match="no effect"):
+        with weights.method("other", torch.float64), torch.no_grad():
+            before = model.head.weight.sum().item()
+            with pytest.raises(ModelError, match="no effect"):  # sharding goes on with the tensor that was there
                 model.gain.data = model.gain.data * 2
+            model.head.weight.data *= 2
+            assert model.head.weight.sum().item() == pytest.approx(2 * before)
+            if layout != "ddp":  # where a row is a view of the weight
+                with pytest.raises(ModelError, match="changes a copy"):
+                    model.head.weight[1].zero_()
+            assert (model.head.weight.ndim, len(model.head.weight), model.head.weight.size(1)) == (2, 3, WIDTH)
+            for parameter in model.parameters():
+                torch.zeros_like(parameter).add_(parameter.grad if parameter.grad is not None else 0)
+        if layout != "fsdp1":
             continue
+        with weights.method("lists", torch.float64):
+            every = [parameter for parameter in model.parameters() if parameter.grad is not None]
+            torch._foreach_mul_([parameter.grad for parameter in every], 0.5)
+            torch._foreach_lerp_([p.detach().clone() for p in every], [p.detach() for p in every], 0.5)
+            weights.stepping = True
+            with torch.no_grad(), pytest.raises(ModelError, match="step of an optimizer"):
+                every[0].norm()
+            weights.stepping = False
         with weights.method("other", torch.float64):
             for read in (*READS, partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)):
                 with pytest.raises(ModelError, match="this rank's part alone"):

@@ -1,0 +1,270 @@
+"""Weights of FSDP1 in operations outside of its modules: the counterpart of `direct_use`, whose weights are ranges."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardtune.errors import ModelError
+from shardtune.parallel.direct_use import (
+    SET_DATA,
+    TRANSPOSED,
+    changes_in_place,
+    keeps_parts,
+    lost_view,
+    operands,
+    other_data,
+    same_memory,
+)
+from shardtune.parallel.fsdp1 import Place, Routed
+from shardtune.parallel.torch_private import (
+    LOADING,
+    base_of,
+    free_gathered,
+    in_backward,
+    is_gathered,
+    storage_identity,
+    tree_map,
+    tree_map_only,
+)
+
+
+class FlatOperands(TorchFunctionMode):
+    """Operations outside of the model's modules get whole weights, if they compute tensors; those of optimizers do not.
+
+    `detach()`, `.data` and `.grad` of a weight give this rank's part, which may be changed, copied and computed with
+    entry by entry; `zeros_like` and `empty_like` are of the part, too, for states beside it. What would give less than
+    the part (a sum, a norm, a slice) is refused, as it would be of the part; so is a sum in an optimizer's step. The
+    shape of a weight itself is the whole one's. After a change in place the weights of that unit are gathered anew.
+
+    Args:
+        owners: of the parameters, each with its place, what gathers it, and its whole shape.
+        root: what gathers the root's; only the root ends a backward pass.
+        compare: is called before weights are gathered.
+        on_parts: whether operations are those of an optimizer, whose states belong to this rank's part of a weight.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[nn.Parameter, tuple[Place, Routed, torch.Size]],
+        root: Routed,
+        compare: Callable[[str], None],
+        on_parts: Callable[[], bool],
+    ) -> None:
+        super().__init__()
+        self._owners = owners
+        self._root = root
+        self._compare = compare
+        self._on_parts = on_parts
+        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._aliases: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._divides = root.through[0].world_size > 1
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        given = dict(kwargs or {})
+        if self._root.is_open or in_backward():  # FSDP1 does with its parameters what it has to
+            return func(*args, **given)
+        tensors = list(operands(args, given))
+        used = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor in self._owners]
+        if used and func == SET_DATA:
+            if not same_memory(args[0], args[1]):
+                raise other_data()
+            return None  # parameter.data -= …, which has changed it in place
+        if self._on_parts():
+            return self._of_optimizer(func, args, given, tensors)
+        if used and len(tensors) == 1 and func in SHAPES and sys._getframe(1).f_code is not LOADING:
+            return func(torch.empty(self._owners[used[0]][2], device="meta"), *args[1:], **given)
+        if not used or keeps_parts(func) or _is_of_the_part(func):
+            if self._views and changes_in_place(func) and any(map(self._is_lost, operands(args[:1], {}))):
+                raise lost_view(str(func.__name__))
+            result = self._on_parts_of(func, args, given, tensors, bool(used))
+            self._follow(func, args, result)
+            return result
+        if any(tensor in self._parts for tensor in tensors):
+            raise _of_a_part(str(func.__name__))
+        if len(used) == len(tensors) and func not in TRANSPOSED and _gives_no_tensor(func, args, given):
+            return func(*args, **given)
+        self._compare(str(func.__name__))
+        args, given = tree_map(self._place, (args, given))
+
+        def computed(*placed: object, **named: object) -> object:
+            return self._without_views(func, *tree_map(_at, (placed, named)))
+
+        call: Callable[..., object] = computed
+        for routed in {self._owners[parameter][1] for parameter in used} - {self._root}:
+            call = routed.method(call)
+        return self._root.method(call)(*args, **given)
+
+    def _without_views(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """The result of an operation on whole weights, copied: a view would go with what is gathered."""
+        memory = {storage_identity(tensor.untyped_storage()) for tensor in operands(args, kwargs)}
+        result = func(*args, **kwargs)
+        views = [storage_identity(each.untyped_storage()) in memory for each in operands((result,), {})]
+        copied = tree_map_only(torch.Tensor, torch.clone, result)
+        for each, is_view in zip(operands((copied,), {}), views, strict=True):
+            if is_view:
+                self._views[each] = True
+        return copied
+
+    def _is_lost(self, tensor: torch.Tensor) -> bool:
+        """Whether a change of a tensor would change a weight, if that were not gathered for an operation alone."""
+        return tensor in self._views or ((base := base_of(tensor)) is not None and base in self._views)
+
+    def _of_optimizer(
+        self, func: Any, args: tuple[object, ...], kwargs: dict[str, object], used: Sequence[torch.Tensor]
+    ) -> object:
+        if self._divides and func.__name__ in SUMS and any(tensor.ndim for tensor in used):
+            result = func(*args, **kwargs)
+            if any(not each.ndim for each in operands((result,), {})):
+                raise _in_an_optimizer(str(func.__name__))
+            return result
+        return func(*args, **kwargs)
+
+    def _on_parts_of(
+        self, func: Any, args: tuple[object, ...], kwargs: dict[str, object], used: Sequence[torch.Tensor], own: bool
+    ) -> object:
+        """An operation on what this rank has of weights; refused where it would be of a part alone.
+
+        Args:
+            func, args, kwargs: the operation.
+            used: its operands.
+            own: whether a weight itself is among them.
+        """
+        parts = [tensor for tensor in used if tensor in self._parts] if self._divides and self._parts else []
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            if parts or (own and self._divides and changes_in_place(func)):
+                raise _of_a_part(str(func.__name__)) from error
+            raise
+        if not parts and not (self._divides and own and _is_of_the_part(func)):
+            return result
+        if parts and (func.__name__ in READS or (not keeps_parts(func) and self._gives_less(args, parts, result))):
+            raise _of_a_part(str(func.__name__))
+        for each in operands((result,), {}):
+            self._parts[each] = True
+        return result
+
+    def _gives_less(self, args: tuple[object, ...], parts: Sequence[torch.Tensor], result: object) -> bool:
+        """Whether a result has fewer numbers than the parts that it is computed from; of lists each has its own."""
+        listed = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+        if isinstance(result, (list, tuple)) and len(result) == len(listed):
+            pairs = [pair for pair in zip(listed, result, strict=True) if pair[0] in self._parts]
+        else:
+            most = max(parts, key=torch.Tensor.numel)
+            pairs = [(most, each) for each in operands((result,), {})]
+        return any((part.ndim and not each.ndim) or each.numel() < part.numel() for part, each in pairs)
+
+    def _follow(self, func: Any, args: tuple[object, ...], result: object) -> None:
+        """Note another tensor for a weight's part; free what was gathered of a weight that was changed in place."""
+        changes = keeps_parts(func) and func.__name__ not in ("grad", "backward", "requires_grad_", "__set__")
+        if not changes and func.__name__ not in ("detach", "__get__"):
+            return
+        first = list(operands(args[:1], {}))
+        owners = [self._aliases.get(tensor) or self._owners.get(tensor, (None, None))[1] for tensor in first]
+        if func in (DETACH, GET_DATA) and owners and owners[0] is not None and isinstance(result, torch.Tensor):
+            self._aliases[result] = owners[0]
+        if changes:
+            for routed in {owner for owner in owners if owner is not None}:
+                for shell in filter(is_gathered, routed.through):
+                    free_gathered(shell)
+
+    def _place(self, value: object) -> object:
+        return _Placed(*self._owners[value][0]) if isinstance(value, nn.Parameter) and value in self._owners else value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Placed:
+    """The place of a parameter among the arguments of an operation."""
+
+    module: nn.Module
+    key: str
+
+
+def _at(value: object) -> object:
+    return getattr(value.module, value.key) if isinstance(value, _Placed) else value
+
+
+_TENSOR: Any = torch.Tensor
+DETACH, GET_DATA = _TENSOR.detach, _TENSOR.data.__get__
+"""Functions whose result has the memory of what they are given."""
+SHAPES = frozenset(
+    (
+        *(_TENSOR.size, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.numel, _TENSOR.nelement, _TENSOR.__len__),
+        *(torch.numel, _TENSOR.shape.__get__, _TENSOR.ndim.__get__),
+    )
+)
+"""Functions of the shape of a tensor, of which those of a weight are the whole one's."""
+SUMS = frozenset(
+    (
+        *("norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "_foreach_max", "sum", "nansum"),
+        *(
+            "mean",
+            "std",
+            "var",
+            "prod",
+            "max",
+            "min",
+            "amax",
+            "amin",
+            "median",
+            "logsumexp",
+            "count_nonzero",
+            "all",
+            "any",
+        ),
+        *("dot", "vdot", "inner", "dist", "argmax", "argmin"),
+    )
+)
+"""Functions whose result, where it has no dimension, is of all numbers of a tensor."""
+READS = ("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__")
+"""Functions of torch that give values of a tensor in Python."""
+
+
+def _of_a_part(name: str) -> ModelError:
+    return ModelError(
+        f"{name} of a weight's detach(), .data or .grad is that of this rank's part alone: fsdp1 divides each over the "
+        "ranks, and these have no shape there",
+        where=name,
+        remedy="use the weight itself (under torch.no_grad()), which is whole in every operation, and none of these "
+        "with it; keep states as zeros_like(weight); for the norm of the gradient self.clip_grad_norm_(); or "
+        'executor="fsdp2", where they are whole',
+    )
+
+
+def _in_an_optimizer(name: str) -> ModelError:
+    return ModelError(
+        f"{name} in the step of an optimizer is that of this rank's part alone: fsdp1 divides each weight over the "
+        "ranks",
+        where="optimizer.step()",
+        remedy='use executor="fsdp2", or an optimizer that computes entry by entry (Adam, SGD)',
+    )
+
+
+def _is_of_the_part(func: Any) -> bool:
+    """Whether an operation is about what this rank has: a copy or state of it, or an attribute but the transpose."""
+    return func.__name__ in ("detach", "zeros_like", "empty_like") or (
+        func.__name__ == "__get__" and func not in TRANSPOSED
+    )
+
+
+def _gives_no_tensor(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether an operation, tried on parts, gives something else (a size, a dtype)."""
+    with suppress(RuntimeError, IndexError):
+        return not list(operands((func(*args, **kwargs),), {}))
+    return False
