@@ -84,7 +84,8 @@ class ShardedOperands(TorchFunctionMode):
         if holds_gathered(self._root) or any(map(holds_gathered, self._units)):
             return func(*args, **given)
         is_derivative = func.__name__ in ("grad", "backward")  # of what has been computed, whose weights these were
-        if not is_derivative and is_at_rest(self._root) and (gathered := self._gathered(args, given)):
+        gathered = {} if is_derivative else self._gathered(args, given)
+        if gathered and is_at_rest(self._root):
             return self._on_gathered(gathered, func, types, args, given)
         sharded, plain = _kinds(args, given)
         if sharded and func == SET_DATA and isinstance(args[0], DTensor):
@@ -128,7 +129,7 @@ class ShardedOperands(TorchFunctionMode):
             self._memory = {_memory(whole) for whole, _ in self._weights.values()}
             self._complete = len(self._weights) == count_parameters(self._root)
         for tensor in plain:
-            if id(tensor) in self._weights or (self._memory and _memory(tensor) in self._memory):
+            if id(tensor) in self._weights or storage_identity(tensor.untyped_storage()) in self._memory:
                 return self._weights
         return {}
 

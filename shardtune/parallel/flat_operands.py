@@ -176,7 +176,8 @@ class FlatOperands(TorchFunctionMode):
         if not changes and func.__name__ not in ("detach", "__get__"):
             return
         first = list(operands(args[:1], {}))
-        owners = [self._aliases.get(tensor) or self._owners.get(tensor, (None, None))[1] for tensor in first]
+        own = [self._owners.get(tensor) if isinstance(tensor, nn.Parameter) else None for tensor in first]
+        owners = [mine[1] if mine else self._aliases.get(tensor) for tensor, mine in zip(first, own, strict=True)]
         if func in (DETACH, GET_DATA) and owners and owners[0] is not None and isinstance(result, torch.Tensor):
             self._aliases[result] = owners[0]
         if changes:
