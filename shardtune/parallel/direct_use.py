@@ -14,6 +14,7 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
@@ -22,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GenerationMixin
 
 from shardtune.errors import ModelError
+from shardtune.parallel.meta_init import shard_of
 from shardtune.parallel.torch_private import (
     base_of,
     count_parameters,
@@ -94,6 +96,8 @@ class ShardedOperands(TorchFunctionMode):
             return None  # parameter.data -= …, which has changed it in place
         if changes_in_place(func) and any(map(self._is_lost, operands(args[:1], {}))):
             raise lost_view(str(func.__name__))
+        if sharded and draws(func) and isinstance(filled := _filled(args, given), DTensor):
+            return self._drawn(func, filled, args, given)
         if not sharded or keeps_parts(func):
             return func(*args, **given)
         if not plain:
@@ -111,6 +115,22 @@ class ShardedOperands(TorchFunctionMode):
             if _memory(each) in copies and base_of(each) is not None:
                 self._views[each] = True
         return result
+
+    def _drawn(self, func: Any, weight: DTensor, args: tuple[Any, ...], given: dict[str, Any]) -> object:
+        """A weight filled with random numbers: on CPUs this rank's part of what the first rank draws for all of it.
+
+        There torch draws each part from the beginning of the same stream, so that parts repeat one another.
+        """
+        if weight.device.type != "cpu" or (weight.requires_grad and torch.is_grad_enabled() and not is_init(func)):
+            return func(*args, **given)
+        self._compare(str(func.__name__))
+        whole = torch.empty(weight.shape, dtype=weight.dtype)
+        args, given = tree_map(lambda value: whole if value is weight else value, (args, given))
+        func(*args, **given)
+        dist.broadcast(whole, 0)
+        shard = shard_of(weight)
+        shard.local.copy_(shard.of(whole))
+        return weight
 
     def _is_lost(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of a copy of a weight, which a change of the weight itself would need to reach."""
@@ -170,6 +190,27 @@ class ShardedOperands(TorchFunctionMode):
         gradient: list[Placement] = [Replicate() if name == "tensor" else Partial() for name in names]
         whole = tensor.full_tensor(grad_placements=gradient)
         return whole.to(self._compute) if whole.is_floating_point() else whole
+
+
+DRAWS = frozenset(
+    ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+)
+"""Functions that fill a tensor with random numbers."""
+INITS = frozenset(function for name, function in inspect.getmembers(nn.init, inspect.isfunction) if name.endswith("_"))
+
+
+def is_init(func: Any) -> bool:
+    """Whether a function is one of `torch.nn.init`, whose operations inside are not seen one by one."""
+    return func in INITS
+
+
+def draws(func: Any) -> bool:
+    """Whether a function fills its first operand with random numbers."""
+    return func.__name__ in DRAWS or is_init(func)
+
+
+def _filled(args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    return args[0] if args else kwargs.get("tensor")
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from shardtune.parallel.direct_use import (
     SET_DATA,
     TRANSPOSED,
     changes_in_place,
+    draws,
     keeps_parts,
     lost_view,
     operands,
@@ -90,6 +91,8 @@ class FlatOperands(TorchFunctionMode):
         if used and len(tensors) == 1 and func in SHAPES and sys._getframe(1).f_code is not LOADING:
             return func(torch.empty(self._owners[used[0]][2], device="meta"), *args[1:], **given)
         if not used or keeps_parts(func) or _is_of_the_part(func):
+            if self._divides and draws(func) and (used or tensors[0] in self._aliases):
+                raise _drawn(str(func.__name__))
             if self._views and changes_in_place(func) and any(map(self._is_lost, operands(args[:1], {}))):
                 raise lost_view(str(func.__name__))
             result = self._on_parts_of(func, args, given, tensors, bool(used))
@@ -245,6 +248,15 @@ def _of_a_part(name: str) -> ModelError:
         remedy="use the weight itself (under torch.no_grad()), which is whole in every operation, and none of these "
         "with it; keep states as zeros_like(weight); for the norm of the gradient self.clip_grad_norm_(); or "
         'executor="fsdp2", where they are whole',
+    )
+
+
+def _drawn(name: str) -> ModelError:
+    return ModelError(
+        f"{name} of a weight draws each rank's part from the beginning of the same stream: fsdp1 divides it over the "
+        "ranks, and parts would repeat one another",
+        where=name,
+        remedy='draw in __init__ or _init_weights, where weights are whole, or use executor="fsdp2"',
     )
 
 

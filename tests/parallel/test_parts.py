@@ -145,6 +145,23 @@ def on_ranks(layout: str) -> list[dict[str, Any]]:
             assert (model.head.weight.ndim, len(model.head.weight), model.head.weight.size(1)) == (2, 3, WIDTH)
             for parameter in model.parameters():
                 torch.zeros_like(parameter).add_(parameter.grad if parameter.grad is not None else 0)
+        with weights.method("draws", torch.float64):
+            torch.manual_seed(9)
+            if layout == "fsdp1":
+                with pytest.raises(ModelError, match="would repeat one another"), torch.no_grad():
+                    nn.init.normal_(model.head.weight)
+            else:
+                nn.init.kaiming_uniform_(model.tower.blocks[1].down.weight)
+                nn.init.xavier_normal_(model.head.weight)
+                model.norm.bias.data.uniform_(-2, 2)
+                torch.manual_seed(9)
+                drawn = [torch.empty(shape, dtype=torch.float64) for shape in ((WIDTH, 9), (3, WIDTH), (WIDTH,))]
+                nn.init.kaiming_uniform_(drawn[0])
+                nn.init.xavier_normal_(drawn[1])
+                drawn[2].uniform_(-2, 2)
+                filled = (model.tower.blocks[1].down.weight, model.head.weight, model.norm.bias)
+                with torch.no_grad():
+                    assert all(torch.equal(whole(one), other) for one, other in zip(filled, drawn, strict=True))
         if layout != "fsdp1":
             continue
         with weights.method("lists", torch.float64):
