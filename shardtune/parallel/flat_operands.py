@@ -214,27 +214,11 @@ SHAPES = frozenset(
     )
 )
 """Functions of the shape of a tensor, of which those of a weight are the whole one's."""
-SUMS = frozenset(
-    (
-        *("norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "_foreach_max", "sum", "nansum"),
-        *(
-            "mean",
-            "std",
-            "var",
-            "prod",
-            "max",
-            "min",
-            "amax",
-            "amin",
-            "median",
-            "logsumexp",
-            "count_nonzero",
-            "all",
-            "any",
-        ),
-        *("dot", "vdot", "inner", "dist", "argmax", "argmin"),
-    )
-)
+SUMS = frozenset((
+    *("norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "_foreach_max", "sum", "nansum"),
+    *("mean", "std", "var", "prod", "max", "min", "amax", "amin", "median", "logsumexp", "count_nonzero", "all", "any"),
+    *("dot", "vdot", "inner", "dist", "argmax", "argmin"),
+))  # fmt: skip
 """Functions whose result, where it has no dimension, is of all numbers of a tensor."""
 READS = ("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__")
 """Functions of torch that give values of a tensor in Python."""
