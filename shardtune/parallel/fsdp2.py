@@ -442,7 +442,7 @@ class Weights:
             if whole:
                 self._free_gathered()  # it may be from before weights were changed in place
                 models = [module for module in self._root.modules() if isinstance(module, GenerationMixin)]
-                with self._gathered(), alone(models), without_modes(ShardedOperands):
+                with without_modes(ShardedOperands), self._gathered(), alone(models):
                     self.is_alone = True
                     yield True
             else:
