@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from shardtune.config import load_recipe
 from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.convert import Converted, convert
+from shardtune.optim.build import set_learning_rate
 
 SOURCES = Path(__file__).parent / "sources"
 FILES = {
@@ -68,3 +71,12 @@ def value(found: Converted, key: str) -> object:
     """The value of a line of the recipe; `absent` where there is none."""
     line = found.conversion.lines.get(key)
     return "absent" if line is None else line.value
+
+
+def rates_here(found: Converted, folder: Path, steps: int) -> list[float]:
+    """The rate of each step by the recipe that was written."""
+    (folder / "made.yaml").write_text(found.recipe)
+    optim = load_recipe(folder / "made.yaml", files_must_exist=False).actor.optim
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optim.lr)
+    optimizer.param_groups[0]["base_lr"] = optim.lr
+    return [set_learning_rate(optimizer, step, steps, optim) for step in range(steps)]

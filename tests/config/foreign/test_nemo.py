@@ -9,29 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from shardtune.config import load_recipe
 from shardtune.config.foreign.command_line import read_command_line
 from shardtune.config.foreign.conversion import Kind
-from shardtune.config.foreign.convert import Converted
 from shardtune.errors import ConfigError
-from shardtune.optim.build import set_learning_rate
-from tests.config.foreign.conftest import SMALLEST, value
+from tests.config.foreign.conftest import SMALLEST, rates_here, value
 
 STEPS, RATE = 40, 2e-5
 LORA, VISION = {"_target_": "nemo_automodel.components._peft.lora.PeftConfig"}, "NeMoAutoModelForImageTextToText"
 LINES = (
     "nemo_automodel.components.datasets.llm.column_mapped_text_instruction_dataset.ColumnMappedTextInstructionDataset"
 )
-
-
-def rates_here(found: Converted, folder: Path) -> list[float]:
-    (folder / "made.yaml").write_text(found.recipe)
-    optim = load_recipe(folder / "made.yaml", files_must_exist=False).actor.optim
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optim.lr)
-    optimizer.param_groups[0]["base_lr"] = optim.lr
-    return [set_learning_rate(optimizer, step, STEPS, optim) for step in range(STEPS)]
 
 
 def rate_there(step: int, style: str, warmup: int, least: float, falls: int = 0) -> float:
@@ -53,7 +41,7 @@ def test_the_rate_of_each_step_is_theirs(of, tmp_path: Path, style: str, warmup:
     schedule = {"lr_decay_style": style, "lr_warmup_steps": warmup, "init_lr": 0.0, "min_lr": least}
     found = of("nemo", lr_scheduler=schedule)
     expected = [rate_there(step, style, warmup, least) for step in range(STEPS)]
-    assert rates_here(found, tmp_path) == pytest.approx(expected, rel=1e-12, abs=1e-18)
+    assert rates_here(found, tmp_path, STEPS) == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
 def test_the_last_part_of_a_stable_rate_is_theirs(of, tmp_path: Path):
@@ -61,7 +49,7 @@ def test_the_last_part_of_a_stable_rate_is_theirs(of, tmp_path: Path):
     steps = {**SMALLEST["nemo"]["step_scheduler"], "max_steps": STEPS}
     found = of("nemo", lr_scheduler={**schedule, "wsd_decay_steps": 10}, step_scheduler=steps)
     expected = [rate_there(step, "WSD", 0, 0.0, 10) for step in range(STEPS)]
-    assert rates_here(found, tmp_path) == pytest.approx(expected, rel=1e-12)
+    assert rates_here(found, tmp_path, STEPS) == pytest.approx(expected, rel=1e-12)
     other = of("nemo", lr_scheduler={**schedule, "wsd_decay_steps": 10, "lr_wsd_decay_style": "cosine"})
     kinds = {name: one.kind for name, one in other.conversion.outcomes.items()}
     assert kinds["lr_scheduler.lr_wsd_decay_style"] is kinds["lr_scheduler.wsd_decay_steps"] is Kind.MISSING

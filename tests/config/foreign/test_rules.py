@@ -12,11 +12,8 @@ import pytest
 import torch
 from transformers.optimization import get_scheduler
 
-from shardtune.config import load_recipe
 from shardtune.config.foreign.conversion import Kind
-from shardtune.config.foreign.convert import Converted
-from shardtune.optim.build import set_learning_rate
-from tests.config.foreign.conftest import value
+from tests.config.foreign.conftest import rates_here, value
 
 STEPS, RATE = 40, 2e-4
 SCHEDULES: list[dict[str, Any]] = [
@@ -43,15 +40,6 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
-def rates_here(found: Converted, folder: Path) -> list[float]:
-    """The rate of each step by the recipe that was written."""
-    (folder / "made.yaml").write_text(found.recipe)
-    optim = load_recipe(folder / "made.yaml", files_must_exist=False).actor.optim
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optim.lr)
-    optimizer.param_groups[0]["base_lr"] = optim.lr
-    return [set_learning_rate(optimizer, step, STEPS, optim) for step in range(STEPS)]
-
-
 def rates_of(name: str, warmup: int, **options: Any) -> list[float]:
     """The rate of each step by transformers."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
@@ -72,7 +60,7 @@ def test_the_rates_of_all_steps_are_those_of_transformers(of, tmp_path: Path, tr
     share = given.get("warmup_ratio") or given.get("warmup_steps", 0)
     warmup = math.ceil(STEPS * share) if share < 1 else share
     theirs = rates_of(given["lr_scheduler_type"], warmup, **given.get("lr_scheduler_kwargs", {}))
-    assert rates_here(found, tmp_path) == pytest.approx(theirs, rel=1e-12, abs=1e-18)
+    assert rates_here(found, tmp_path, STEPS) == pytest.approx(theirs, rel=1e-12, abs=1e-18)
 
 
 @pytest.mark.lengthy
@@ -88,7 +76,7 @@ def test_the_rates_of_all_steps_are_those_of_transformers(of, tmp_path: Path, tr
 def test_the_rates_of_axolotl(of, tmp_path: Path, given: dict[str, Any], warmup: int, options: dict[str, Any]):
     found = of("axolotl", max_steps=STEPS, **{"learning_rate": RATE, **given})
     name = "cosine_with_min_lr" if options else "cosine"
-    assert rates_here(found, tmp_path) == pytest.approx(rates_of(name, warmup, **options), rel=1e-12, abs=1e-18)
+    assert rates_here(found, tmp_path, STEPS) == pytest.approx(rates_of(name, warmup, **options), rel=1e-12, abs=1e-18)
 
 
 def test_the_rates_of_torchtune(of, tmp_path: Path):
@@ -98,9 +86,9 @@ def test_the_rates_of_torchtune(of, tmp_path: Path):
     }
     optimizer = {"_component_": "torch.optim.AdamW", "lr": RATE}
     found = of("torchtune", max_steps_per_epoch=STEPS, epochs=1, lr_scheduler=schedule, optimizer=optimizer)
-    assert rates_here(found, tmp_path) == pytest.approx(rates_of("cosine", 9), rel=1e-12, abs=1e-18)
+    assert rates_here(found, tmp_path, STEPS) == pytest.approx(rates_of("cosine", 9), rel=1e-12, abs=1e-18)
     without = of("torchtune", max_steps_per_epoch=STEPS, optimizer=optimizer)
-    assert rates_here(without, tmp_path) == [RATE] * STEPS
+    assert rates_here(without, tmp_path, STEPS) == [RATE] * STEPS
 
 
 @pytest.mark.parametrize("kind", ["inverse_sqrt", "reduce_lr_on_plateau", "greedy"])
