@@ -638,9 +638,12 @@ def free_gathered(wrapped: FullyShardedDataParallel) -> None:
 
 
 def is_gathered(wrapped: FullyShardedDataParallel) -> bool:
-    """Whether a unit's weights are gathered, or its modules have views of what was."""
+    """Whether a unit's weights are gathered, or its modules have views of what was, or its memory still holds it."""
     handle = wrapped._handle
-    return handle is not None and (handle._skipped_use_sharded_views or not handle.is_sharded(handle.flat_param))
+    if handle is None:
+        return False
+    holds = handle.uses_sharded_strategy and not handle.needs_unshard()
+    return holds or handle._skipped_use_sharded_views or not handle.is_sharded(handle.flat_param)
 
 
 def sum_gradients(wrapped: FullyShardedDataParallel) -> None:

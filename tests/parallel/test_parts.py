@@ -83,12 +83,15 @@ class Whole(nn.Module):
         self.gain.data.mul_(0.5).add_(self.gain, alpha=0.25)
         self.head.weight.data.mul_(0.75)
 
-    def averaged_between(self) -> None:
-        """The same between a forward and its backward pass, where weights outside of all units stay gathered."""
+    def averaged_between(self) -> torch.Tensor:
+        """The same between a forward and its backward pass, where weights outside of all units stay gathered; what
+        follows in the same method is computed with what they are then."""
         self.norm(torch.zeros(1, WIDTH, dtype=torch.float64))
         with torch.no_grad():
             self.gain.mul_(0.75).add_(self.gain, alpha=0.5)
         self.norm.bias.data.add_(0.125)
+        with torch.no_grad():
+            return self.norm(torch.ones(1, WIDTH, dtype=torch.float64)) * self.gain
 
     def first_block(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.tower.blocks[0](x))
@@ -110,7 +113,7 @@ def steps(model: Whole, weights: Weights, x: torch.Tensor, way: str) -> dict[str
         told: dict[str, Any] = {"first": model.first_block(x), "parts": model.by_parts(x)}
     model.averaged()
     if way == "parts":
-        model.averaged_between()
+        told["between"] = model.averaged_between()
     for last, part in enumerate(x.chunk(2)):
         weights.begin_micro_batch(bool(last))
         out = model(part) if way == "forward" else model.by_parts(part)
@@ -198,6 +201,8 @@ def test_parts_called_by_themselves_compute_as_on_one_rank(layout: str) -> None:
             found = torch.cat([told[number][name] for told in by_rank])
             assert (found - expected[name]).abs().max() < 1e-12
         for told in by_rank:
+            if "between" in expected:
+                assert (told[number]["between"] - expected["between"]).abs().max() < 1e-12
             assert abs(told[number]["norm"] - expected["norm"]) < 1e-11
             for name, grad in expected["grads"].items():
                 mine = told[number]["grads"][name]
