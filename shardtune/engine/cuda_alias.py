@@ -28,8 +28,10 @@ class PrintedDevice(TorchFunctionMode):
     ) -> object:
         if func is torch.Tensor.cuda and isinstance(args[0], torch.Tensor):
             return args[0].to(self._device)
-        if any(_names_cuda(value) for value in args):
-            args = tuple(self._device if _names_cuda(value) else value for value in args)
+        for value in args:  # each operation comes here, and a generator costs more than what it goes over
+            if _names_cuda(value):
+                args = tuple(self._device if _names_cuda(value) else value for value in args)
+                break
         if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": self._device}
         return func(*args, **(kwargs or {}))

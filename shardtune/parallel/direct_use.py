@@ -8,9 +8,9 @@ average of them, an optimizer) works on parts as before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,12 +24,13 @@ from transformers import GenerationMixin
 
 from shardtune.errors import ModelError
 from shardtune.parallel.meta_init import shard_of
+from shardtune.parallel.operation import Operation, operands
 from shardtune.parallel.torch_private import (
     base_of,
     count_parameters,
     gather_before_backward,
+    gathered_now,
     gathered_parameters,
-    holds_gathered,
     is_at_rest,
     local_part,
     storage_identity,
@@ -39,10 +40,6 @@ from shardtune.parallel.torch_private import (
 
 FOREIGN = ("torch", "transformers", "peft", "shardtune")
 """Packages whose classes have methods of their own beside a user's."""
-
-
-_TENSOR: Any = torch.Tensor
-SET_DATA = _TENSOR.data.__set__
 
 
 class ShardedOperands(TorchFunctionMode):
@@ -69,7 +66,7 @@ class ShardedOperands(TorchFunctionMode):
         self._root = root
         self._compute = compute
         self._compare = compare
-        self._units = units
+        self._is_open = gathered_now([root, *units])
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._weights: dict[int, tuple[torch.Tensor, DTensor]] = {}
         self._memory: set[int] = set()
@@ -82,51 +79,66 @@ class ShardedOperands(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        if holds_gathered(self._root) or any(map(holds_gathered, self._units)):
+        given = kwargs or {}
+        if self._is_open():
             return func(*args, **given)
-        is_derivative = func.__name__ in ("grad", "backward")  # of what has been computed, whose weights these were
-        gathered = {} if is_derivative else self._gathered(args, given)
-        if gathered and is_at_rest(self._root):
-            return self._on_gathered(gathered, func, types, args, given)
-        sharded, plain = _kinds(args, given)
-        if sharded and func == SET_DATA and isinstance(args[0], DTensor):
+        operation = Operation.of(func)
+        sharded, plain = _kinds(operands(args, given))
+        # Gradients are of what has been computed, whose weights these were.
+        if plain and not operation.is_derivative and self._are_gathered(plain) and is_at_rest(self._root):
+            return self._on_gathered(operation, args, given)
+        if not sharded and not (self._views and operation.changes):
+            return func(*args, **given)
+        return self._on_parts(operation, args, given, sharded, plain)
+
+    def _on_parts(
+        self,
+        operation: Operation,
+        args: tuple[Any, ...],
+        given: Mapping[str, Any],
+        sharded: Sequence[DTensor],
+        plain: Sequence[torch.Tensor],
+    ) -> Any:
+        """An operation whose weights are parts: on these where it can be, otherwise on the whole ones."""
+        if operation.changes and any(map(self._is_lost, operands(args[:1], {}))):
+            raise lost_view(operation.name)
+        if not sharded:
+            return operation.call(*args, **given)
+        if operation.sets_data and isinstance(args[0], DTensor):
             if not same_memory(args[0], args[1]):
                 raise other_data()
             return None  # parameter.data -= …, which has changed it in place
-        if changes_in_place(func) and any(map(self._is_lost, operands(args[:1], {}))):
-            raise lost_view(str(func.__name__))
-        if sharded and draws(func) and isinstance(filled := _filled(args, given), DTensor):
-            return self._drawn(func, filled, args, given)
-        if not sharded or keeps_parts(func):
-            return func(*args, **given)
-        if not plain:
+        if operation.draws and isinstance(filled := _filled(args, given), DTensor):
+            return self._drawn(operation, filled, args, given)
+        if operation.keeps_parts:
+            return operation.call(*args, **given)
+        if all(not tensor.ndim and not tensor.requires_grad for tensor in plain):  # numbers
             with suppress(RuntimeError):  # an operation that DTensors do not have
-                result = func(*args, **given)
+                result = operation.call(*args, **given)
                 # The gradient of a DTensor may be laid out otherwise than the weight, to which FSDP2 adds its own.
                 if not any(isinstance(tensor, DTensor) and tensor.requires_grad for tensor in operands((result,), {})):
                     return result
-        self._compare(str(func.__name__))
-        parts = {_memory(tensor) for tensor in operands(args, given) if isinstance(tensor, DTensor)}
-        args, given = tree_map_only(DTensor, self._whole, (args, given))
+        self._compare(operation.name)
+        parts = {_memory(tensor) for tensor in sharded}
+        args, given = tree_map_only(DTensor, self._whole, (args, dict(given)))
         copies = {_memory(tensor) for tensor in operands(args, given)} - parts
-        result = func(*args, **given)
+        result = operation.call(*args, **given)
         for each in operands((result,), {}):
             if _memory(each) in copies and base_of(each) is not None:
                 self._views[each] = True
         return result
 
-    def _drawn(self, func: Any, weight: DTensor, args: tuple[Any, ...], given: dict[str, Any]) -> object:
+    def _drawn(self, operation: Operation, weight: DTensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> object:
         """A weight filled with random numbers: on CPUs this rank's part of what the first rank draws for all of it.
 
         There torch draws each part from the beginning of the same stream, so that parts repeat one another.
         """
-        if weight.device.type != "cpu" or (weight.requires_grad and torch.is_grad_enabled() and not is_init(func)):
-            return func(*args, **given)
-        self._compare(str(func.__name__))
+        if weight.device.type != "cpu" or (weight.requires_grad and torch.is_grad_enabled() and not operation.is_init):
+            return operation.call(*args, **given)
+        self._compare(operation.name)
         whole = torch.empty(weight.shape, dtype=weight.dtype)
-        args, given = tree_map(lambda value: whole if value is weight else value, (args, given))
-        func(*args, **given)
+        placed, named = tree_map(lambda value: whole if value is weight else value, (args, dict(given)))
+        operation.call(*placed, **named)
         dist.broadcast(whole, 0)
         shard = shard_of(weight)
         shard.local.copy_(shard.of(whole))
@@ -139,44 +151,32 @@ class ShardedOperands(TorchFunctionMode):
             return base is not None
         return isinstance(tensor, DTensor) and isinstance(base, DTensor) and _memory(tensor) != _memory(base)
 
-    def _gathered(self, args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[int, tuple[torch.Tensor, DTensor]]:
-        """The root's gathered weights, with their parts, if they or views of them are among the operands."""
-        plain = [tensor for tensor in operands(args, given) if not isinstance(tensor, DTensor)]
-        if not plain:
-            return {}
+    def _are_gathered(self, plain: Sequence[torch.Tensor]) -> bool:
+        """Whether the root's gathered weights, or views of them, are among the operands."""
         if not self._complete:  # weights that have been gathered once keep their tensors, and these their memory
             self._weights = gathered_parameters(self._root)
             self._memory = {_memory(whole) for whole, _ in self._weights.values()}
             self._complete = len(self._weights) == count_parameters(self._root)
-        for tensor in plain:
-            if id(tensor) in self._weights or storage_identity(tensor.untyped_storage()) in self._memory:
-                return self._weights
-        return {}
+        return not self._memory.isdisjoint([storage_identity(tensor.untyped_storage()) for tensor in plain])
 
-    def _on_gathered(
-        self,
-        weights: Mapping[int, tuple[torch.Tensor, DTensor]],
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...],
-        given: dict[str, Any],
-    ) -> Any:
+    def _on_gathered(self, operation: Operation, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+        weights = self._weights
         used = [weights[id(tensor)][0] for tensor in operands(args, given) if id(tensor) in weights]
-        changes = keeps_parts(func) or (func.__name__ in ("detach", "__get__") and func not in TRANSPOSED)
+        changes = operation.keeps_parts or operation.is_read
         if used and (changes or any(not whole.untyped_storage().nbytes() for whole in used)):
-            if changes and func.__name__ not in ("__get__", "__set__", "detach", "requires_grad_"):
+            if changes and operation.name not in ("__get__", "__set__", "detach", "requires_grad_"):
                 self._root.reshard()  # the next forward or backward pass gathers what the weights are then
             parts = {id(whole): weights[id(whole)][1] for whole in used}
-            args, given = tree_map(lambda value: parts.get(id(value), value), (args, given))
-            return self.__torch_function__(func, types, args, given)
-        if changes_in_place(func) and any(
+            args, given = tree_map(lambda value: parts.get(id(value), value), (args, dict(given)))
+            return self.__torch_function__(operation.call, (), args, given)
+        if operation.changes and any(
             id(tensor) not in weights and _memory(tensor) in self._memory for tensor in operands(args[:1], {})
         ):
-            raise lost_view(str(func.__name__))
-        if _kinds(args, given)[0]:
-            self._compare(str(func.__name__))
-            args, given = tree_map_only(DTensor, self._whole, (args, given))
-        result = func(*args, **given)
+            raise lost_view(operation.name)
+        if any(isinstance(tensor, DTensor) for tensor in operands(args, given)):
+            self._compare(operation.name)
+            args, given = tree_map_only(DTensor, self._whole, (args, dict(given)))
+        result = operation.call(*args, **given)
         computed = [
             tensor for tensor in operands((result,), {}) if tensor.requires_grad and _memory(tensor) not in self._memory
         ]
@@ -190,23 +190,6 @@ class ShardedOperands(TorchFunctionMode):
         gradient: list[Placement] = [Replicate() if name == "tensor" else Partial() for name in names]
         whole = tensor.full_tensor(grad_placements=gradient)
         return whole.to(self._compute) if whole.is_floating_point() else whole
-
-
-DRAWS = frozenset(
-    ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_")
-)
-"""Functions that fill a tensor with random numbers."""
-INITS = frozenset(function for name, function in inspect.getmembers(nn.init, inspect.isfunction) if name.endswith("_"))
-
-
-def is_init(func: Any) -> bool:
-    """Whether a function is one of `torch.nn.init`, whose operations inside are not seen one by one."""
-    return func in INITS
-
-
-def draws(func: Any) -> bool:
-    """Whether a function fills its first operand with random numbers."""
-    return func.__name__ in DRAWS or is_init(func)
 
 
 def _filled(args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
@@ -229,27 +212,16 @@ def same_memory(weight: object, other: object) -> bool:
     return first == second
 
 
-def _kinds(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[bool, bool]:
-    """Whether an operation has DTensors, and plain tensors; a number is neither, unless it has a gradient."""
-    sharded = plain = False
-    for tensor in operands(args, kwargs):
+def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[DTensor], list[torch.Tensor]]:
+    """The sharded ones among tensors, and the others."""
+    sharded: list[DTensor] = []
+    plain: list[torch.Tensor] = []
+    for tensor in tensors:
         if isinstance(tensor, DTensor):
-            sharded = True
-        elif tensor.ndim or tensor.requires_grad:
-            plain = True
+            sharded.append(tensor)
+        else:
+            plain.append(tensor)
     return sharded, plain
-
-
-def operands(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operation, those in lists included."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, torch.Tensor))
-
-
-TRANSPOSED = (_TENSOR.T.__get__, _TENSOR.mT.__get__)
 
 
 def other_data() -> ModelError:
@@ -272,30 +244,6 @@ def lost_view(name: str) -> ModelError:
         remedy="change the weight itself, as a whole and in place (weight.mul_(…), copy_, add_), for example by a mask "
         "that is computed from it",
     )
-
-
-def changes_in_place(func: Any) -> bool:
-    """Whether a function of torch changes its first operand."""
-    return _changes(str(func.__name__))
-
-
-@cache
-def _changes(name: str) -> bool:
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        return name != "requires_grad_"
-    return name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
-
-
-def keeps_parts(func: Any) -> bool:
-    """Whether a function of torch works on what this rank has: it changes a weight in place, or computes gradients."""
-    return _keeps(str(func.__name__))
-
-
-@cache
-def _keeps(name: str) -> bool:
-    if name in ("__set__", "__setitem__", "grad", "backward"):
-        return True
-    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def own_methods(model: nn.Module) -> list[str]:

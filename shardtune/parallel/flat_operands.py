@@ -15,17 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardtune.errors import ModelError
 from shardtune.parallel.direct_use import (
-    SET_DATA,
-    TRANSPOSED,
-    changes_in_place,
-    draws,
-    keeps_parts,
     lost_view,
-    operands,
     other_data,
     same_memory,
 )
 from shardtune.parallel.fsdp1 import Place, Routed
+from shardtune.parallel.operation import DETACH, GET_DATA, TRANSPOSED, Operation, operands
 from shardtune.parallel.torch_private import (
     LOADING,
     base_of,
@@ -61,13 +56,14 @@ class FlatOperands(TorchFunctionMode):
         on_parts: Callable[[], bool],
     ) -> None:
         super().__init__()
-        self._owners = owners
+        self._owners = {id(parameter): owner for parameter, owner in owners.items()}
         self._root = root
         self._compare = compare
         self._on_parts = on_parts
         self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._aliases: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._noted: set[int] = set()  # the ids of what is in these, as they are slow; some ids are others' by now
         self._divides = root.through[0].world_size > 1
 
     def __torch_function__(
@@ -77,41 +73,71 @@ class FlatOperands(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        given = dict(kwargs or {})
+        given = kwargs or {}
         if self._root.is_open or in_backward():  # FSDP1 does with its parameters what it has to
             return func(*args, **given)
-        tensors = list(operands(args, given))
-        used = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor in self._owners]
-        if used and func == SET_DATA:
+        operation = Operation.of(func)
+        tensors = operands(args, given)
+        used = [tensor for tensor in tensors if id(tensor) in self._owners]
+        if used and operation.sets_data:
             if not same_memory(args[0], args[1]):
                 raise other_data()
             return None  # parameter.data -= …, which has changed it in place
         if self._on_parts():
-            return self._of_optimizer(func, args, given, tensors)
-        if used and len(tensors) == 1 and func in SHAPES and sys._getframe(1).f_code is not LOADING:
-            return func(torch.empty(self._owners[used[0]][2], device="meta"), *args[1:], **given)
-        if not used or keeps_parts(func) or _is_of_the_part(func):
-            if self._divides and draws(func) and (used or tensors[0] in self._aliases):
-                raise _drawn(str(func.__name__))
-            if self._views and changes_in_place(func) and any(map(self._is_lost, operands(args[:1], {}))):
-                raise lost_view(str(func.__name__))
-            result = self._on_parts_of(func, args, given, tensors, bool(used))
-            self._follow(func, args, result)
-            return result
-        if any(tensor in self._parts for tensor in tensors):
-            raise _of_a_part(str(func.__name__))
-        if len(used) == len(tensors) and func not in TRANSPOSED and _gives_no_tensor(func, args, given):
+            return self._of_optimizer(operation, args, given, tensors)
+        if not used and self._noted.isdisjoint(map(id, tensors)) and not (self._views and operation.changes):
             return func(*args, **given)
-        self._compare(str(func.__name__))
-        args, given = tree_map(self._place, (args, given))
+        if used and len(tensors) == 1 and func in SHAPES and sys._getframe(1).f_code is not LOADING:
+            return func(torch.empty(self._owners[id(used[0])][2], device="meta"), *args[1:], **given)
+        if used and not (operation.keeps_parts or _is_of_the_part(operation)):
+            return self._on_whole(operation, args, given, tensors, used)
+        return self._on_rank(operation, args, given, tensors, used)
+
+    def _on_whole(
+        self,
+        operation: Operation,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        tensors: Sequence[torch.Tensor],
+        used: Sequence[torch.Tensor],
+    ) -> object:
+        """An operation with weights among its operands, on whole ones."""
+        if any(tensor in self._parts for tensor in tensors):
+            raise _of_a_part(operation.name)
+        computes = len(used) < len(tensors) or operation.call in TRANSPOSED
+        if not computes and _gives_no_tensor(operation.call, args, kwargs):
+            return operation.call(*args, **kwargs)
+        self._compare(operation.name)
+        args, kwargs = tree_map(self._place, (args, dict(kwargs)))
 
         def computed(*placed: object, **named: object) -> object:
-            return self._without_views(func, *tree_map(_at, (placed, named)))
+            return self._without_views(operation.call, *tree_map(_at, (placed, named)))
 
         call: Callable[..., object] = computed
-        for routed in {self._owners[parameter][1] for parameter in used} - {self._root}:
+        for routed in {self._owners[id(parameter)][1] for parameter in used} - {self._root}:
             call = routed.method(call)
-        return self._root.method(call)(*args, **given)
+        return self._root.method(call)(*args, **kwargs)
+
+    def _on_rank(
+        self,
+        operation: Operation,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        tensors: Sequence[torch.Tensor],
+        used: Sequence[torch.Tensor],
+    ) -> object:
+        """An operation on what this rank has of weights."""
+        if self._divides and operation.draws and (used or tensors[0] in self._aliases):
+            raise _drawn(operation.name)
+        if self._views and operation.changes and any(map(self._is_lost, operands(args[:1], {}))):
+            raise lost_view(operation.name)
+        result = self._on_parts_of(operation, args, kwargs, tensors, bool(used))
+        self._follow(operation, args, result)
+        return result
+
+    def _note(self, which: WeakIdKeyDictionary, tensor: torch.Tensor, value: object = True) -> None:
+        which[tensor] = value
+        self._noted.add(id(tensor))
 
     def _without_views(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """The result of an operation on whole weights, copied: a view would go with what is gathered."""
@@ -121,7 +147,7 @@ class FlatOperands(TorchFunctionMode):
         copied = tree_map_only(torch.Tensor, torch.clone, result)
         for each, is_view in zip(operands((copied,), {}), views, strict=True):
             if is_view:
-                self._views[each] = True
+                self._note(self._views, each)
         return copied
 
     def _is_lost(self, tensor: torch.Tensor) -> bool:
@@ -129,38 +155,43 @@ class FlatOperands(TorchFunctionMode):
         return tensor in self._views or ((base := base_of(tensor)) is not None and base in self._views)
 
     def _of_optimizer(
-        self, func: Any, args: tuple[object, ...], kwargs: dict[str, object], used: Sequence[torch.Tensor]
+        self, operation: Operation, args: tuple[object, ...], kwargs: Mapping[str, object], used: Sequence[torch.Tensor]
     ) -> object:
-        if self._divides and func.__name__ in SUMS and any(tensor.ndim for tensor in used):
-            result = func(*args, **kwargs)
+        if self._divides and operation.name in SUMS and any(tensor.ndim for tensor in used):
+            result = operation.call(*args, **kwargs)
             if any(not each.ndim for each in operands((result,), {})):
-                raise _in_an_optimizer(str(func.__name__))
+                raise _in_an_optimizer(operation.name)
             return result
-        return func(*args, **kwargs)
+        return operation.call(*args, **kwargs)
 
     def _on_parts_of(
-        self, func: Any, args: tuple[object, ...], kwargs: dict[str, object], used: Sequence[torch.Tensor], own: bool
+        self,
+        operation: Operation,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        used: Sequence[torch.Tensor],
+        own: bool,
     ) -> object:
         """An operation on what this rank has of weights; refused where it would be of a part alone.
 
         Args:
-            func, args, kwargs: the operation.
+            operation, args, kwargs: what is done.
             used: its operands.
             own: whether a weight itself is among them.
         """
         parts = [tensor for tensor in used if tensor in self._parts] if self._divides and self._parts else []
         try:
-            result = func(*args, **kwargs)
+            result = operation.call(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
-            if parts or (own and self._divides and changes_in_place(func)):
-                raise _of_a_part(str(func.__name__)) from error
+            if parts or (own and self._divides and operation.changes):
+                raise _of_a_part(operation.name) from error
             raise
-        if not parts and not (self._divides and own and _is_of_the_part(func)):
+        if not parts and not (self._divides and own and _is_of_the_part(operation)):
             return result
-        if parts and (func.__name__ in READS or (not keeps_parts(func) and self._gives_less(args, parts, result))):
-            raise _of_a_part(str(func.__name__))
+        if parts and (operation.name in READS or (not operation.keeps_parts and self._gives_less(args, parts, result))):
+            raise _of_a_part(operation.name)
         for each in operands((result,), {}):
-            self._parts[each] = True
+            self._note(self._parts, each)
         return result
 
     def _gives_less(self, args: tuple[object, ...], parts: Sequence[torch.Tensor], result: object) -> bool:
@@ -173,23 +204,23 @@ class FlatOperands(TorchFunctionMode):
             pairs = [(most, each) for each in operands((result,), {})]
         return any((part.ndim and not each.ndim) or each.numel() < part.numel() for part, each in pairs)
 
-    def _follow(self, func: Any, args: tuple[object, ...], result: object) -> None:
+    def _follow(self, operation: Operation, args: tuple[object, ...], result: object) -> None:
         """Note another tensor for a weight's part; free what was gathered of a weight that was changed in place."""
-        changes = keeps_parts(func) and func.__name__ not in ("grad", "backward", "requires_grad_", "__set__")
-        if not changes and func.__name__ not in ("detach", "__get__"):
+        changes = operation.keeps_parts and operation.name not in ("grad", "backward", "requires_grad_", "__set__")
+        is_alias = operation.call in (DETACH, GET_DATA)
+        if not changes and not is_alias:
             return
-        first = list(operands(args[:1], {}))
-        own = [self._owners.get(tensor) if isinstance(tensor, nn.Parameter) else None for tensor in first]
-        owners = [mine[1] if mine else self._aliases.get(tensor) for tensor, mine in zip(first, own, strict=True)]
-        if func in (DETACH, GET_DATA) and owners and owners[0] is not None and isinstance(result, torch.Tensor):
-            self._aliases[result] = owners[0]
+        first = operands(args[:1], {})
+        owners = [mine[1] if (mine := self._owners.get(id(t))) else self._aliases.get(t) for t in first]
+        if is_alias and owners and owners[0] is not None and isinstance(result, torch.Tensor):
+            self._note(self._aliases, result, owners[0])
         if changes:
             for routed in {owner for owner in owners if owner is not None}:
                 for shell in filter(is_gathered, routed.through):
                     free_gathered(shell)
 
     def _place(self, value: object) -> object:
-        return _Placed(*self._owners[value][0]) if isinstance(value, nn.Parameter) and value in self._owners else value
+        return _Placed(*owner[0]) if (owner := self._owners.get(id(value))) else value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,8 +236,6 @@ def _at(value: object) -> object:
 
 
 _TENSOR: Any = torch.Tensor
-DETACH, GET_DATA = _TENSOR.detach, _TENSOR.data.__get__
-"""Functions whose result has the memory of what they are given."""
 SHAPES = frozenset(
     (
         *(_TENSOR.size, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.numel, _TENSOR.nelement, _TENSOR.__len__),
@@ -253,14 +282,12 @@ def _in_an_optimizer(name: str) -> ModelError:
     )
 
 
-def _is_of_the_part(func: Any) -> bool:
+def _is_of_the_part(operation: Operation) -> bool:
     """Whether an operation is about what this rank has: a copy or state of it, or an attribute but the transpose."""
-    return func.__name__ in ("detach", "zeros_like", "empty_like") or (
-        func.__name__ == "__get__" and func not in TRANSPOSED
-    )
+    return operation.is_read or operation.name in ("zeros_like", "empty_like")
 
 
-def _gives_no_tensor(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+def _gives_no_tensor(func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
     """Whether an operation, tried on parts, gives something else (a size, a dtype)."""
     with suppress(RuntimeError, IndexError):
         return not list(operands((func(*args, **kwargs),), {}))

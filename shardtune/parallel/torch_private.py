@@ -544,15 +544,25 @@ def note_collectives(module: FSDPModule, note: Callable[[], object]) -> list[nn.
     return [each.sharded_param for group in groups for each in group.fsdp_params]
 
 
-def holds_gathered(module: FSDPModule) -> bool:
-    """Whether a sharded module is in its forward or backward, when its weights are gathered."""
-    return module._get_fsdp_state()._training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+_GATHERED = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+
+
+def gathered_now(modules: Sequence[FSDPModule]) -> Callable[[], bool]:
+    """What finds whether one of some sharded modules is in its forward or backward, when its weights are gathered."""
+    states = [module._get_fsdp_state() for module in modules]
+
+    def is_open() -> bool:
+        for state in states:  # noqa: SIM110 — a generator costs more than what it goes over
+            if state._training_state in _GATHERED:
+                return True
+        return False
+
+    return is_open
 
 
 def is_at_rest(module: FSDPModule) -> bool:
     """Whether autograd computes no gradients, and a sharded module is not in its forward either."""
-    state = module._get_fsdp_state()._training_state
-    return not is_bw() and state not in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+    return not is_bw() and module._get_fsdp_state()._training_state not in _GATHERED
 
 
 Inputs = tuple[tuple[object, ...], dict[str, object]]
