@@ -80,7 +80,13 @@ class Gradients:
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """Sum what ranks hold of gradients outside of FSDP, those of this pass alone: earlier ones are summed."""
+        """Sum what ranks hold of gradients outside of FSDP, those of this pass alone: earlier ones are summed.
+
+        A parameter that was frozen after its forward keeps the gradient that it had: FSDP computes it all the same.
+        """
+        frozen = [(p, _copied(p.grad)) for p in self._weights.parameters.values() if not p.requires_grad]
+        for parameter, _ in frozen:
+            parameter.grad = None
         apart = [
             parameter
             for name, parameter in self._weights.parameters.items()
@@ -96,6 +102,8 @@ class Gradients:
         for parameter, before in zip(apart, held, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+        for parameter, before in frozen:
+            parameter.grad = before
 
     @contextmanager
     def _for_inputs(self, inputs: Inputs | None) -> Iterator[Inputs | None]:
@@ -219,6 +227,10 @@ class _GradCalls(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         return (self._instead if func is torch.autograd.grad else func)(*args, **(kwargs or {}))
+
+
+def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.clone()  # FSDP1 adds to the memory of them all
 
 
 def _listed(tensors: Inputs | None) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from transformers import GenerationMixin
 
 from shardtune.errors import ModelError
 from shardtune.parallel.meta_init import shard_of
-from shardtune.parallel.operation import Operation, operands
+from shardtune.parallel.operation import GET_GRAD, Operation, operands
 from shardtune.parallel.torch_private import (
     base_of,
     count_parameters,
@@ -110,7 +110,7 @@ class ShardedOperands(TorchFunctionMode):
             return None  # parameter.data -= …, which has changed it in place
         if operation.draws and isinstance(filled := _filled(args, given), DTensor):
             return self._drawn(operation, filled, args, given)
-        if operation.keeps_parts:
+        if operation.keeps_parts or operation.call == GET_GRAD:
             return operation.call(*args, **given)
         if all(not tensor.ndim and not tensor.requires_grad for tensor in plain):  # numbers
             with suppress(RuntimeError):  # an operation that DTensors do not have

@@ -641,6 +641,7 @@ class Weights:
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         return self._ranks.world_size // math.prod(size for size, placement in sizes if not placement.is_replicate())
 
+    @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         grads = [local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None]
         if factor != 1.0 and grads:

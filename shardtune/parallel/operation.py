@@ -14,6 +14,7 @@ from torch import nn
 _TENSOR: Any = torch.Tensor
 SET_DATA = _TENSOR.data.__set__
 GET_DATA = _TENSOR.data.__get__
+GET_GRAD = _TENSOR.grad.__get__
 DETACH = _TENSOR.detach
 TRANSPOSED = (_TENSOR.T.__get__, _TENSOR.mT.__get__)
 

@@ -213,8 +213,9 @@ class Parts:
     def _optimize(self: Any) -> None:
         self.optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
-    def step(self: Any, rows: list[list[int]]) -> float:
-        for ids in torch.tensor(rows).chunk(2):
+    def step(self: Any, rows: list[list[int]], decay: float = 0.0) -> float:
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        for number, ids in enumerate(torch.tensor(rows).chunk(2)):
             out = self.policy(ids, output_hidden_states=True)
             with torch.no_grad():
                 expected = self.ref(ids).logits + self.value(ids, scale=1.0)["value"]
@@ -225,7 +226,14 @@ class Parts:
             inner = self.policy.model.norm(self.policy.get_input_embeddings()(ids))
             for layer in self.policy.model.layers:
                 inner = layer.mlp(inner) + layer.self_attn.q_proj(out.hidden_states[1])
+            late = [self.policy.model.norm.weight, self.policy.model.layers[1].mlp.up_proj.weight]
+            for weight in late:
+                weight.requires_grad_(number == 0)  # frozen after the second forward
             (loss + inner.square().mean()).backward()
+            for weight in late:
+                weight.requires_grad_()
+        for parameter in (p for p in parameters if decay and p.grad is not None):
+            parameter.grad.add_(parameter, alpha=decay)  # with gradients enabled, as in a method
         norm = self.clip_grad_norm_(0.5)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -256,12 +264,14 @@ class InOneProcess(Parts, torch.nn.Module):
 
 @pytest.mark.parametrize("executor", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow), "ddp", "tensor"])
 def test_parts_of_a_module_of_whole_models(two_ranks: TrainEngine, executor: Any) -> None:
-    rows = SAMPLES[:4]
+    by_step = SAMPLES[:4]
+    rows = by_step if executor == "tensor" else [by_step[place] for place in (0, 2, 1, 3)]  # two ranks, halves of each
+    decay = 0.0 if executor == "fsdp1" else 0.01  # which refuses a part beside a whole weight
     expected = InOneProcess()
-    norms = [expected.step(rows) for _ in range(2)]
+    norms = [expected.step(by_step, decay) for _ in range(2)]
     weights = dict(expected.named_parameters())
     with built(OnRanks(), executor, two_ranks) as engine:
-        assert [engine.step(NeedParallel(rows))[0] for _ in range(2)] == pytest.approx(norms, abs=1e-11)
+        assert [engine.step(NeedParallel(rows), decay)[0] for _ in range(2)] == pytest.approx(norms, abs=1e-11)
         found = {name: tensor for name, tensor in engine.named_tensors() if name in weights}
         answers = engine.answers(NeedParallel(rows))
     assert found.keys() == weights.keys()
