@@ -280,10 +280,10 @@ def _read_json(path: Path) -> Iterator[Chunk]:
 
 
 def _object_end(text: str, place: int, path: Path) -> int:
-    """Where the object ends whose list of rows ends at `place`; well-formed keys may follow the list."""
+    """Where the object ends whose list of rows ends at `place`; well-formed keys other than its own may follow it."""
     place = _skip_space(text, place)
     try:
-        _, end = json.JSONDecoder().raw_decode('{"":0' + text[place:])
+        pairs, end = json.JSONDecoder(object_pairs_hook=list).raw_decode('{"":0' + text[place:])
     except Exception as error:
         found = _excerpt(text[place:], 0)
         raise DataError(
@@ -292,6 +292,12 @@ def _object_end(text: str, place: int, path: Path) -> int:
             where=f"{path}: line {_line(text, place):,}",
             remedy='end it with }, so that it is {"data": [{…}, …]}, or write the file again',
         ) from error
+    if any(key == "data" for key, _ in pairs):
+        raise DataError(
+            "the key 'data' is there twice, so rows would be lost",
+            where=str(path),
+            remedy="make it one list of rows",
+        )
     return place + end - len('{"":0')
 
 

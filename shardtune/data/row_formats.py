@@ -231,6 +231,11 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
     return {**kept, **{name: row[column] for name, column in columns.items()}}
 
 
+def replaced_columns(row: Row, columns: Mapping[str, str]) -> list[str]:
+    """The columns of a row in whose place `rename_columns` puts others, and that it gives no other name."""
+    return [name for name in columns if name in row and name not in columns.values()]
+
+
 def _read_messages(row: Row) -> Chat:
     return _chat(_turns(row["messages"], "messages"), row)
 
@@ -323,6 +328,8 @@ def _text(row: Row, key: str) -> str:
     value = row.get(key)
     if value is None:
         return ""
+    if isinstance(value, float) and math.isinf(value):
+        raise RowError(f"{key} is the number {value}, not text")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):

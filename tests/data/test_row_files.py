@@ -109,9 +109,15 @@ def test_a_list_of_json_ends_the_file(tmp_path: Path, text: str, message: str, l
 
 
 def test_further_keys_beside_a_list_of_json(tmp_path: Path) -> None:
-    for text in (f"{ONE}\n \n", f'{{"data": {ONE}}}\n', f' {{"data":{ONE} , "data": {TWO}, "b": {{"c": []}} }} '):
+    for text in (f"{ONE}\n \n", f'{{"data": {ONE}}}\n', f' {{"data":{ONE} , "a": {TWO}, "b": {{"data": []}} }} '):
         (tmp_path / "a.json").write_text(text)
         assert read(tmp_path / "a.json") == {1: {"text": "a"}}
+
+
+def test_two_lists_of_json_under_one_key_lose_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(f'{{"data": {ONE}, "b": 1, "data": {TWO}}}')
+    with pytest.raises(DataError, match="the key 'data' is there twice"):
+        read(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,7 @@ ROW_FAULTS = [
     ({"question": "Hi", "answer": None}, "looks like question/answer, but has no answer"),
     ({"question": "Hi", "answer": ["a"]}, "answer is list, not text"),
     ({"question": "Hi", "answer": True}, "answer is bool, not text"),
+    ({"question": "Hi", "answer": float("inf")}, "answer is the number inf, not text"),
     ({"instruction": "", "input": "", "output": "a"}, "the instruction is empty"),
     ({"instruction": "a", "output": "b", "history": ["x"]}, "history is not a list of"),
     ({"prompt": "a", "completion": ""}, "the completion is empty"),

@@ -40,6 +40,7 @@ from shardtune.data.row_formats import (
     read_example,
     recognise,
     rename_columns,
+    replaced_columns,
     unread_keys,
 )
 from shardtune.data.sources import hub
@@ -200,14 +201,14 @@ def resolve_sources(
         _check_kind(source)
         if frames is not None and frames.representation is not None:
             source = replace(source, representation=frames.representation.named(action_names(source)))
-        title, row = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
+        title, row, replaced = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
         is_text = frames is None and (name_format is None or isinstance(name_format, ChatTitle))
         sources.append(replace(source, title=title, is_text=is_text))
         if is_text:
             check_columns(source.columns)
         keys = unread_keys(row, source.format) if is_text else _unread_columns(source)
         number = f"{len(files)} file{'s' if len(files) > 1 else ''}"
-        report(f"data: {name}: {title}, {number} ({files[0].label}){_not_read(keys)}")
+        report(f"data: {name}: {title}, {number} ({files[0].label}){_not_read([*replaced, *keys])}")
         images = unread_images(files[0].path, source.columns) if files[0].kind == LEROBOT else []
         if images:
             report(
@@ -594,9 +595,16 @@ def prepare_row(row: Row, source: Source) -> Row | None:
 
     The columns of robot data are mapped earlier, when frames are built, and their actions are converted last.
     """
-    prepared = row if source.transform is None else source.transform.applied(row)
-    if prepared is None:
-        return None
+    prepared = _transformed(row, source)
+    return None if prepared is None else _in_columns(prepared, source)
+
+
+def _transformed(row: Row, source: Source) -> Row | None:
+    return row if source.transform is None else source.transform.applied(row)
+
+
+def _in_columns(prepared: Row, source: Source) -> Row:
+    """A transformed row under the names that encoders know, with its actions as they are represented."""
     if source.frames is None:
         return rename_columns(prepared, source.columns)
     if source.representation is None:
@@ -618,8 +626,12 @@ def usable_rows(source: Source) -> Iterator[Row]:
                 yield prepared
 
 
-def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: str) -> tuple[str, Row]:
-    """The first row, or with `on_bad_row: skip` the first that can be used, after its format."""
+def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: str) -> tuple[str, Row, list[str]]:
+    """The first row, or with `on_bad_row: skip` the first that can be used, after its format.
+
+    Returns:
+        The format, the row, and the columns in whose place `data.columns` puts others.
+    """
     first: DataError | None = None
     for file in source.files:
         seen = 0
@@ -628,10 +640,12 @@ def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: s
             try:
                 if isinstance(row, RowError):
                     raise row
-                prepared = prepare_row(row, source)
-                if prepared is not None:
+                changed = _transformed(row, source)
+                if changed is not None:
+                    prepared = _in_columns(changed, source)
                     named = prepared if source.format is None else in_format(prepared, source.format)
-                    return title(named), prepared
+                    replaced = replaced_columns(changed, source.columns) if source.frames is None else []
+                    return title(named), prepared, replaced
             except Exception as error:
                 first = first or bad_row(file.label, number, caused_by(error, row).reason)
                 if on_bad_row == "fail":

@@ -447,6 +447,13 @@ class TestColumnsAndTransform:
             resolve({"path": str(path), "columns": {"text": "solution", "quetion": "problem"}})
         assert entry.title == "plain text"
 
+    def test_a_column_in_whose_place_another_is_put_is_named(self, tmp_path, resolve, said):
+        path = write_jsonl(tmp_path / "a.jsonl", [{"question": "1?", "problem": "2?", "answer": "3", "id": 4}])
+        resolve({"path": str(path), "columns": {"question": "problem"}})
+        assert said[-1].endswith("; not read: question, id")
+        resolve({"path": str(path), "columns": {"question": "answer", "answer": "question"}})
+        assert said[-1].endswith("; not read: problem, id")
+
     def test_format_of_an_entry(self, tmp_path, resolve):
         row = {"text": "a story", "question": "1?", "answer": "2"}
         path = write_jsonl(tmp_path / "a.jsonl", [row])
