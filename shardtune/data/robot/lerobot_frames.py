@@ -212,7 +212,7 @@ class _FrameFile:
             raise self._fault(f"the file cannot be read as Parquet: {error}") from error
 
     def _runs(self, table: pa.Table) -> list[_Run]:
-        """The rows of each listed episode. Raises `DataError` if they do not match meta/."""
+        """The rows of each listed episode, in the order of the file. Raises `DataError` if they do not match meta/."""
         index = self._integers(table, self.columns.named.get("episode", "episode_index"))
         frames = self._integers(table, self.columns.named.get("frame", "frame_index"))
         cuts = (
@@ -235,7 +235,7 @@ class _FrameFile:
             if (frames[start:stop] != np.arange(stop - start)).any():
                 raise self._fault(f"the frames of episode {episode.index} are not in order, or some are missing")
             runs.append(_Run(episode, start, stop))
-        return runs
+        return sorted(runs, key=lambda run: run.start)
 
     def _integers(self, table: pa.Table, column: str) -> np.ndarray:
         values = table.column(column)

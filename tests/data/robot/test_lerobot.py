@@ -65,6 +65,21 @@ class TestRoundTrip:
         numbers = [number for number, _ in source.rows(source.files[0])]
         assert numbers == list(range(1, sum(LENGTHS) + 1))
 
+    def test_episodes_of_a_file_in_any_order(self, tmp_path, read):
+        """As data sets that were merged have them: no chunk of actions goes on into the next episode."""
+        made = [episode(length, seed=length, cameras=("top",), task=f"task {length}") for length in (4, 2, 3)]
+        folder = write_lerobot(tmp_path / "robot", made, fps=10)
+
+        def by_place():
+            rows = read(folder, chunk=3, observations=2)
+            return {(row["episode"], row["frame"]): repr(sorted(row.items())) for row in rows}
+
+        before, (file,) = by_place(), folder.glob("data/*/*.parquet")
+        table = pq.read_table(file)
+        index = table["episode_index"].to_numpy()
+        pq.write_table(table.take(np.concatenate([np.flatnonzero(index == number) for number in (2, 0, 1)])), file)
+        assert by_place() == before
+
     def test_types(self, written, read):
         row = read(written[0], chunk=2)[0]
         assert (row["actions"].dtype, row["actions"].shape) == (np.float32, (2, 4))
