@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -147,6 +147,9 @@ def prepare_data(
                 for line in rows.report.quarantined():
                     report(f"data: {line}")
             train = rows
+    if training and not data.shuffle:
+        for note in notes_on_weights(found["train"]):
+            report(f"data: {note}")
     for name, spec in named_sets(eval_spec).items() if eval_spec is not None else ():
         evals[name] = build(spec, "eval", recipe.eval.generate)
     for name, rows in evals.items():
@@ -155,6 +158,18 @@ def prepare_data(
     for note in notes_on_same_files(found["train"], found["eval"], digest):
         report(f"data: {note}")
     return PreparedData(make_encoder(recipe.eval.generate), train, evals)
+
+
+def notes_on_weights(sources: Sequence[Source]) -> Iterator[str]:
+    """A line for each source of whose rows every epoch has the same share, because nothing is shuffled."""
+    for source in sources:
+        if source.weight == round(source.weight):
+            continue
+        others = "come once more" if source.weight > 1 else "are trained, and the others never"
+        yield (
+            f"{source.name}: with data.shuffle: false the weight {source.weight:g} stands for the same rows in every "
+            f"epoch: the first ones of the source (with data.cache: by_file those of each file) {others}"
+        )
 
 
 def _require_rows(rows: TokenDataset, where: str, spec: object) -> None:

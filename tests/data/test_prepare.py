@@ -1,0 +1,34 @@
+"""What is said of the training rows before they are trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from shardtune.config import load_recipe
+from shardtune.data.chat import ChatEncoder
+from shardtune.data.chat.template import load_template
+from shardtune.data.prepare import prepare_data
+from tests.support.tiny_run import make_tiny
+
+
+@pytest.mark.parametrize("cache", ["whole", "by_file"])
+def test_rows_that_no_epoch_has_without_shuffling(tmp_path: Path, cache: str) -> None:
+    tiny, said = make_tiny(tmp_path), list[str]()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    encoder = ChatEncoder(tokenizer, load_template("chatml", tokenizer), max_length=64)
+    weights = {"half": 0.5, "more": 1.5, "twice": 2.0}
+    paths = [{"path": str(tmp_path / "train.jsonl"), "name": name, "weight": one} for name, one in weights.items()]
+    for shuffle in (True, False):
+        said.clear()
+        changes = {"data__train_data_paths": paths, "data__shuffle": shuffle, "data__cache": cache}
+        recipe = load_recipe(tiny.recipe(**changes, data__eval_data_paths=None, runner__max_steps=2))
+        prepare_data(recipe, lambda with_prompts: encoder, report=said.append)
+        lines = [line for line in said if "the same rows in every epoch" in line]
+        assert len(lines) == (0 if shuffle else 2)
+    assert "half: with data.shuffle: false the weight 0.5" in lines[0]
+    assert lines[0].endswith("and the others never")
+    assert "more: with data.shuffle: false the weight 1.5" in lines[1]
+    assert lines[1].endswith("come once more")
