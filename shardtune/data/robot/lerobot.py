@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ _PATHS = {
     ),
 }
 COPY = "copy the data set completely, or record it again"
+_EPISODES = re.compile(r"\d*:\d*")
 _COUNTS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns of every data set that place a frame."""
 
@@ -166,7 +168,20 @@ def open_lerobot(folder: str | Path) -> LeRobotSet:
         raise DataError(f"meta/ is not as version {version} has it: {error!r}", where=where, remedy=COPY) from error
     if not episodes:
         raise DataError("the data set has no episode", where=where, remedy=COPY)
-    return LeRobotSet(folder, version, features, episodes, tasks, dict(info.get("splits") or {}))
+    return LeRobotSet(folder, version, features, episodes, tasks, _splits(info.get("splits") or {}, where))
+
+
+def _splits(given: Any, where: str) -> dict[str, str]:
+    """The splits of meta/info.json. Raises `DataError` for one that is no range of episodes."""
+    named = given if isinstance(given, Mapping) else {"": given}
+    for name, episodes in named.items():
+        if not isinstance(episodes, str) or _EPISODES.fullmatch(episodes) is None:
+            raise DataError(
+                f"the split {name!r} is {episodes!r}, not a range of episodes",
+                where=where,
+                remedy='write it as "first:stop", as "0:40" for the first forty',
+            )
+    return dict(named)
 
 
 # -- meta/ ---------------------------------------------------------------------------------------------------------

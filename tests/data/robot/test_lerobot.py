@@ -390,6 +390,12 @@ class TestForeign:
         change_info(foreign, splits={"train": "0:1"})
         assert {row["episode"] for row in read(foreign)} == {0}
 
+    @pytest.mark.parametrize("split", ["0,2", "0:50%", "0:-1", [0, 2], 2])
+    def test_splits_that_are_no_ranges(self, foreign, read, split):
+        change_info(foreign, splits={"train": split})
+        with pytest.raises(DataError, match=r"the split 'train' is .* not a range of episodes"):
+            read(foreign)
+
     def test_columns(self, foreign, read):
         columns = {"images.front": "observation.image", "action": "observation.state", "state": "action"}
         row = read({"path": str(foreign), "columns": columns})[1]
