@@ -220,6 +220,12 @@ def choose_split(names: list[str], selection: Selection, where: str) -> str:
     )
 
 
+def names_splits(files: Sequence[Path], folder: Path) -> bool:
+    """Whether the name of a file, or of a folder that it is in below `folder`, is that of a split."""
+    parts = [part for file in files for part in file.relative_to(folder).parts]
+    return any(_SPLIT.search(part) or _SHARD.fullmatch(part.partition(".")[0]) for part in parts)
+
+
 def choose_files(files: list[Path], folder: Path, selection: Selection, report: Callable[[str], None]) -> list[Path]:
     """The files of one split of a directory, as `_of_split`; reports the ones that are left out."""
     split, chosen = _of_split(files, folder, selection)

@@ -512,7 +512,13 @@ def _matches(pattern: str, selection: Selection, place: _Place) -> list[SourceFi
         )
     recorded = [_recording(path, selection) for path in files]
     known = [one for one in recorded if one is not None]
-    return known if len(known) == len(files) else _of_split([_file(path) for path in files], selection)
+    if len(known) == len(files):
+        return known
+    folder, split = fixed_part(pattern), selection.split
+    are_of_it = split is None or (split != "train" and all(split in path.name for path in files))
+    if not are_of_it and len(files) > 1 and hub.names_splits(files, folder):
+        return [_file(path) for path in hub.choose_files(files, folder, selection, place.report)]
+    return _of_split([_file(path) for path in files], selection)
 
 
 def _recording(path: Path, selection: Selection) -> SourceFile | None:

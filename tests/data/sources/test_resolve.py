@@ -203,6 +203,21 @@ class TestNaming:
         with pytest.raises(DataError, match=r"(?s)several splits and none is named.*test_gen, test_sft, train_gen"):
             resolve(tmp_path)  # not both of train_gen and train_sft
 
+    def test_a_pattern_takes_the_split_that_is_named(self, tmp_path, resolve, said):
+        for name in ("train-0.jsonl", "train-1.jsonl", "test-0.jsonl", "more.jsonl"):
+            write_jsonl(tmp_path / "both" / name, [{"text": name}])
+        pattern = str(tmp_path / "both" / "*.jsonl")
+
+        def names(spec):
+            return [file.path.name for file in resolve(spec)[0].files]
+
+        assert names({"path": pattern, "split": "train"}) == ["train-0.jsonl", "train-1.jsonl"]
+        assert any(line.endswith("split train; left out: more.jsonl, test-0.jsonl") for line in said)
+        assert names({"path": pattern, "split": "test"}) == ["test-0.jsonl"]
+        assert len(names(pattern)) == 4
+        with pytest.raises(DataError, match=r"(?s)no split 'valid'.*its splits are test, train"):
+            resolve({"path": pattern, "split": "valid"})
+
     def test_files_whose_whole_name_is_the_split(self, tmp_path, resolve):
         for name in ("train_small", "train_large"):
             write_jsonl(tmp_path / f"{name}.jsonl", ROWS[: len(name)])
