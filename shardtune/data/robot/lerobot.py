@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardtune.data.encoder import RowError
+from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.robot.columns import IMAGES, Columns, find_columns
+from shardtune.data.robot.returns import role_of
 from shardtune.errors import DataError
 
 INFO = Path("meta") / "info.json"
@@ -32,6 +33,8 @@ _PATHS = {
     ),
 }
 COPY = "copy the data set completely, or record it again"
+_ROLES = ("action", "state", "instruction", "episode", "frame")
+"""What frames are made of besides images and returns."""
 _EPISODES = re.compile(r"\d*:\d*")
 _COUNTS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns of every data set that place a frame."""
@@ -131,10 +134,12 @@ def unread_images(folder: str | Path, mapping: Mapping[str, str]) -> list[str]:
     return [name for name in images if name not in used]
 
 
-def unread_columns(folder: str | Path, mapping: Mapping[str, str]) -> list[str]:
+def unread_columns(folder: str | Path, mapping: Mapping[str, str], options: FrameOptions) -> list[str]:
     """The columns of a data set besides those of images that frames are not made of."""
     info = _json(Path(folder) / INFO).get("features") or {}
-    read = {*find_columns(info, mapping, ()).named.values(), *_COUNTS}
+    roles = (*_ROLES, role_of(options))
+    found = find_columns(info, mapping, ()).named
+    read = {*(name for role, name in found.items() if role in roles), *_COUNTS}
     return [name for name, one in info.items() if name not in read and one.get("dtype") not in ("image", "video")]
 
 

@@ -151,11 +151,15 @@ def recorded_vectors(episodes: Iterable[RecordedEpisode], columns: Mapping[str, 
         yield _together(waiting)
 
 
-def recorded_roles(episode: RecordedEpisode, columns: Mapping[str, str]) -> tuple[str, list[str]]:
+def recorded_roles(
+    episode: RecordedEpisode, columns: Mapping[str, str], options: FrameOptions
+) -> tuple[str, list[str]]:
     """Which arrays are the action, the state and the instruction, in words; those that are not read, texts first."""
     found, texts = _columns(episode, columns), episode.texts()
     roles = ", ".join(f"{role}: {found.named.get(role, 'none')}" for role in ("action", "state", "instruction"))
-    joined = {part for name in found.named.values() for part in (name, *name.split(JOIN))}
+    idle = {RETURN, "reward"} - {role_of(options)}
+    named = [name for role, name in found.named.items() if role not in idle]
+    joined = {part for name in named for part in (name, *name.split(JOIN))}
     read = {*joined, *found.cameras.values(), *_ENDS}
     return roles, sorted((name for name in episode.arrays() if name not in read), key=lambda name: name not in texts)
 

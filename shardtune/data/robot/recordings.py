@@ -72,10 +72,12 @@ def recording_vectors(kind: str, path: Path, part: str, columns: Mapping[str, st
     return recorded_vectors(_episodes(kind, path, part, columns, check=False), columns)
 
 
-def recording_roles(kind: str, path: Path, part: str, columns: Mapping[str, str]) -> tuple[str, list[str]]:
+def recording_roles(
+    kind: str, path: Path, part: str, columns: Mapping[str, str], options: FrameOptions
+) -> tuple[str, list[str]]:
     """Which arrays are what, in words, and those that are not read."""
     with closing(_episodes(kind, path, part, columns, check=False)) as episodes:
-        return recorded_roles(next(episodes), columns)
+        return recorded_roles(next(episodes), columns, options)
 
 
 def _episodes(

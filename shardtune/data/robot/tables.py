@@ -46,16 +46,18 @@ def read_frames(
 _OF_WHOLE_ROWS = ("action_is_pad", "images", "dataset", "earlier")
 
 
-def unread_columns(chunks: Iterable[Chunk], columns: Mapping[str, str]) -> list[str]:
+def unread_columns(chunks: Iterable[Chunk], columns: Mapping[str, str], options: FrameOptions) -> list[str]:
     """The columns of a table's first row that frames are not made of.
 
     Args:
         chunks: the file's rows in file order.
         columns: `data.columns`.
+        options: how frames become rows.
     """
     row = _first_row(chunks)
     found = find_columns(tuple(row), columns)
-    idle = ("action",) if "actions" in found.named else _OF_WHOLE_ROWS
+    idle = {"action"} if "actions" in found.named else {*_OF_WHOLE_ROWS}
+    idle |= {RETURN, "reward"} - {role_of(options)}
     read = {name for role, name in found.named.items() if role not in idle} | set(found.cameras.values())
     return [name for name in row if name not in read]
 

@@ -214,8 +214,8 @@ def resolve_sources(
             report(
                 f"data: {name}: not read are {', '.join(images)} (maps of depth, or data.columns names other cameras)"
             )
-        if files[0].kind in RECORDINGS:
-            roles, keys = recording_roles(files[0].kind, files[0].path, files[0].part, source.columns)
+        if files[0].kind in RECORDINGS and frames is not None:
+            roles, keys = recording_roles(files[0].kind, files[0].path, files[0].part, source.columns, frames)
             report(f"data: {name}: {roles}{_not_read(keys)}")
     return sources
 
@@ -230,8 +230,8 @@ def _unread_columns(source: Source) -> list[str]:
     if source.frames is None or file.kind in RECORDINGS:
         return []
     if file.kind == LEROBOT:
-        return lerobot_unread(file.path, source.columns)
-    return unread_columns(read_chunks(file.path, file.kind), source.columns)
+        return lerobot_unread(file.path, source.columns, source.frames)
+    return unread_columns(read_chunks(file.path, file.kind), source.columns, source.frames)
 
 
 def data_fingerprints(

@@ -411,7 +411,7 @@ class TestForeign:
         assert [row["images"] for row in read(foreign)] == [{}] * 4
         lines: list[str] = []
         resolve_sources(str(foreign), data, frames=FrameOptions(), report=lines.append)
-        assert lines[0].endswith("; not read: next.done, observation.effort")
+        assert lines[0].endswith("; not read: next.reward, next.done, observation.effort")
         assert "not read are observation.image (maps of depth" in lines[1]
         with pytest.raises(DataError, match="no images in colour"):
             read({"path": str(foreign), "columns": {"images.top": "observation.image"}})

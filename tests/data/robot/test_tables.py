@@ -104,6 +104,10 @@ def test_columns_that_are_not_read_are_named(tmp_path, data):
     path = write(tmp_path / "a.jsonl", frames(2, **noted))
     resolve_sources(path, data, frames=FrameOptions(2), report=said.append)
     assert said[-1].endswith("; not read: timestamp, action_is_pad, image2")
+    path = write(tmp_path / "c.jsonl", frames(2, reward=1.0))
+    for options, end in ((FrameOptions(2), "; not read: reward"), (FrameOptions(2, 1, None, True, 0.5), "(a.jsonl)")):
+        resolve_sources(path, data, frames=options, report=said.append)
+        assert said[-1].endswith(end.replace("a.jsonl", str(path)))
     whole = {"task": "go", "actions": [[1.0]], "action_is_pad": [False], "action": [1.0]}
     resolve_sources(write(tmp_path / "b.jsonl", [whole]), data, frames=FrameOptions(1), report=said.append)
     assert said[-1].endswith("; not read: action")
