@@ -190,7 +190,10 @@ def saved_files(folder: Path, selection: Selection) -> list[Path] | None:
             state = folder / "state.json"
         elif not state.is_file():
             return None
-        files = [folder / file["filename"] for file in json.loads(state.read_text())["_data_files"]]
+        saved = json.loads(state.read_text())
+        if not splits.is_file() and selection.split not in (None, "train"):
+            choose_split([saved.get("_split") or "train"], selection, str(folder))
+        files = [folder / file["filename"] for file in saved["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"the saved data set is torn: {error}", where=str(state), remedy=_SAVE_AGAIN) from error
     missing = [file for file in files if not file.is_file()]

@@ -417,7 +417,7 @@ def _find(spec: Any, selection: Selection, place: _Place, *, robot: bool) -> tup
     root = place.root
     held = _in_memory(spec, root)
     if held is not None:
-        return [held], "memory"
+        return _of_split([held], selection), "memory"
     if not isinstance(spec, (str, Path)):
         raise DataError(
             f"a data path is {type(spec).__name__}, not text",

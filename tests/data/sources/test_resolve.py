@@ -218,6 +218,16 @@ class TestNaming:
         with pytest.raises(DataError, match=r"(?s)no split 'valid'.*its splits are test, train"):
             resolve({"path": pattern, "split": "valid"})
 
+    def test_a_split_of_what_has_none(self, tmp_path, resolve):
+        import datasets
+
+        saved = datasets.Dataset.from_list([{"text": "a"}])
+        saved.save_to_disk(str(tmp_path / "saved"))
+        for rows, where in (([{"text": "a"}], "rows in memory"), (str(tmp_path / "saved"), "saved")):
+            assert len(resolve({"path": rows, "split": "train"})) == 1
+            with pytest.raises(DataError, match=f"(?s)there is no (split )?'test'.*{where}"):
+                resolve({"path": rows, "split": "test"})
+
     def test_files_whose_whole_name_is_the_split(self, tmp_path, resolve):
         for name in ("train_small", "train_large"):
             write_jsonl(tmp_path / f"{name}.jsonl", ROWS[: len(name)])
