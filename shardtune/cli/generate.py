@@ -66,10 +66,12 @@ def generate(
 ) -> None:
     """Answer prompts with a run's model or any other: plain text for prompts, JSON lines for --file.
 
-    Decoding is greedy unless --temperature is given. A row of --file is asked as training shows it: system, history and
-    question, without the assistant's turns at its end; data.transform and data.columns of the run's recipe are applied
-    first. Its line has row (the line of the file), the row's other keys, prompt, reference (its own answer, if any) and
-    answer. Paths that are typed start at the working directory.
+    Decoding is greedy unless --temperature is given. Of the model's generation_config.json temperature, top_k and top_p
+    have no effect; its other settings, such as num_beams and repetition_penalty, have that of transformers. A row of
+    --file is asked as training shows it: system, history and question, without the assistant's turns at its end;
+    data.transform and data.columns of the run's recipe are applied first. Its line has row (the line of the file), the
+    row's other keys, prompt, reference (its own answer, if any) and answer. Paths that are typed start at the working
+    directory.
 
     **Examples**
 

@@ -11,12 +11,14 @@ from decimal import Decimal, InvalidOperation
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from shardtune.batch import Prompt
 from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.errors import ConfigError
 from shardtune.launch.progress import GENERATION, PROGRESS
 from shardtune.models.adapter import LanguageRoot
+from shardtune.models.generation_settings import num_beams, stop_strings
 from shardtune.parallel.ranks import Ranks
 
 
@@ -68,7 +70,7 @@ class Generator:
         sampling: Sampling,
         *,
         poll: Callable[[], None] = lambda: None,
-        streamer: object | None = None,
+        streamer: BaseStreamer | None = None,
     ) -> list[str]:
         """The text of each answer, in the order of the prompts, on every rank; as `continuations`."""
         return [self.text(tokens) for tokens in self.continuations(prompts, sampling, poll=poll, streamer=streamer)]
@@ -80,7 +82,7 @@ class Generator:
         sampling: Sampling,
         *,
         poll: Callable[[], None] = lambda: None,
-        streamer: object | None = None,
+        streamer: BaseStreamer | None = None,
     ) -> list[list[int]]:
         """The tokens of each answer, its first stop token included, in the order of the prompts, on every rank.
 
@@ -168,7 +170,7 @@ class Generator:
         return {name: tensor.to(device) for name, tensor in inputs.items()}
 
     def _answer(
-        self, batch: list[Prompt], companion: Prompt | None, sampling: Sampling, streamer: object | None
+        self, batch: list[Prompt], companion: Prompt | None, sampling: Sampling, streamer: BaseStreamer | None
     ) -> list[list[int]]:
         inputs = self._inputs(batch, companion)
         input_ids, attention_mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
@@ -183,9 +185,14 @@ class Generator:
         }
         if sampling.temperature > 0:
             arguments |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        if streamer is not None:
+        if stop_strings(self._root.model):
+            arguments["tokenizer"] = self._tokenizer
+        beams = num_beams(self._root.model) > 1  # with them no token is certain before the last one
+        if streamer is not None and not beams:
             arguments["streamer"] = streamer
         output = self._root.generate(input_ids, attention_mask, arguments)
+        if streamer is not None and beams:
+            _put(streamer, output[0], longest)
         return [self._ended(row) for row in output[: len(batch), longest:].tolist()]
 
     def _ended(self, tokens: list[int]) -> list[int]:
@@ -196,6 +203,13 @@ class Generator:
     def text(self, tokens: Sequence[int]) -> str:
         """An answer's text, without its stop token."""
         return decoded(self._tokenizer, [token for token in tokens if token not in self._stop_ids], special=False)
+
+
+def _put(streamer: BaseStreamer, tokens: torch.Tensor, start: int) -> None:
+    """Give a streamer a prompt and its whole answer, which begins at `start`."""
+    streamer.put(tokens[:start].cpu())
+    streamer.put(tokens[start:].cpu())
+    streamer.end()
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int] | np.ndarray, *, special: bool = True) -> str:

@@ -45,6 +45,7 @@ from shardtune.models.attention_implementation import (
 )
 from shardtune.models.distillation import Distillation, Distilled, TeacherLogits, logits_of
 from shardtune.models.embedding_noise import embedding_noise
+from shardtune.models.generation_settings import one_text_each, reads_padding
 from shardtune.models.language_head import AtHead, declared_transform, own_forward, same
 from shardtune.models.loss import (
     IDENTITY,
@@ -665,6 +666,8 @@ class CausalLM(LanguageModel):
         return {}
 
     def padding_changes(self, model: nn.Module, alone: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:
+        if reads_padding(model):
+            return True
         if self._padding_changes is None:
 
             def distance() -> float:
@@ -678,7 +681,8 @@ class CausalLM(LanguageModel):
     def _next_logits(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
         """[vocabulary]: of the first prompt's next token."""
         further = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-        settings = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        settings = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "stop_strings": None}
+        settings |= {"return_dict_in_generate": True, "output_logits": True}
         made: Any = self.generate(model, inputs["input_ids"], inputs["attention_mask"], {**further, **settings})
         return made.logits[0][0]
 
@@ -691,4 +695,5 @@ class CausalLM(LanguageModel):
             generate: Any = model.generate
             # With a cache, router logits are those of the newest tokens only: no balance loss can be computed.
             routers = {"output_router_logits": False} if self._router.factor else {}
-            return generate(input_ids=input_ids, attention_mask=attention_mask, **arguments, **routers)
+            given = {**one_text_each(model), **arguments, **routers}
+            return generate(input_ids=input_ids, attention_mask=attention_mask, **given)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from shardtune.batch import Prompt, Sample
 from shardtune.data.loader.packing import pack
@@ -45,18 +46,20 @@ def packed(model: PreTrainedModel) -> LanguageRoot:
     return root
 
 
-def answers(root: LanguageRoot, prompts: list[np.ndarray], sampling: Sampling, rows: int = 4) -> list[list[int]]:
+def answers(
+    root: LanguageRoot, prompts: list[np.ndarray], sampling: Sampling, rows: int = 4, stop: int = STOP
+) -> list[list[int]]:
     asked = [Prompt(prompt) for prompt in prompts]
-    made = Generator(root, Words(), [STOP], ALONE, rows).answers(asked, sampling)  # pyright: ignore
+    made = Generator(root, Words(), [stop], ALONE, rows).answers(asked, sampling)  # pyright: ignore
     return [[int(word) for word in text.split()] for text in made]
 
 
-def alone(model: PreTrainedModel, prompt: np.ndarray, count: int) -> list[int]:
+def alone(model: PreTrainedModel, prompt: np.ndarray, count: int, stop: int = STOP, **settings: Any) -> list[int]:
     """What plain transformers answers to one prompt, up to its stop."""
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
-    out = model.generate(input_ids=ids, max_new_tokens=count, do_sample=False, eos_token_id=STOP, pad_token_id=0)
-    made = out[0, len(prompt) :].tolist()
-    return made[: made.index(STOP)] if STOP in made else made
+    given = {"max_new_tokens": count, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0, **settings}
+    made = model.generate(input_ids=ids, **given)[0, len(prompt) :].tolist()
+    return made[: made.index(stop)] if stop in made else made
 
 
 @pytest.mark.lengthy
@@ -116,6 +119,44 @@ def test_a_small_top_p_is_greedy() -> None:
     root = packed(tiny.model("llama"))
     narrow = answers(root, PROMPTS, Sampling(6, temperature=1.0, top_p=1e-6, seed=3))
     assert narrow == answers(root, PROMPTS, Sampling(6))
+
+
+SETTINGS = {
+    "several": {"num_beams": 3, "num_return_sequences": 2},
+    "dict": {"return_dict_in_generate": True},
+    "lookup": {"prompt_lookup_num_tokens": 2},
+    "once": {"no_repeat_ngram_size": 1},
+    "least": {"min_length": 12},
+}
+"""Such as a model's generation_config.json may have."""
+ONE = {"num_return_sequences": 1, "return_dict_in_generate": False}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_own_settings_of_generation_give_one_answer_each_as_without_padding(settings: dict[str, Any]) -> None:
+    """Padding is the token that ends an answer here, and no setting may take it for a part of the prompt."""
+    model = tiny.model("llama")
+    prompts = [prompt[prompt != STOP] for prompt in PROMPTS[:4]]
+    model.generation_config.update(**settings)
+    first = alone(model, prompts[2], 12, **ONE)[2]
+    expected = [alone(model, prompt, 12, stop=first, **ONE) for prompt in prompts]
+    assert answers(packed(model), prompts, Sampling(12), stop=first) == expected
+
+
+def test_beams_are_given_to_a_streamer_when_they_have_ended() -> None:
+    model, seen = tiny.model("llama"), []
+    model.generation_config.num_beams = 3
+
+    class Streamer(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            seen.append(value.tolist())
+
+        def end(self) -> None:
+            seen.append("end")
+
+    generator = Generator(packed(model), Words(), [STOP], ALONE)  # pyright: ignore
+    answer = generator.continuations([Prompt(PROMPTS[0])], Sampling(4), streamer=Streamer())[0]
+    assert seen == [PROMPTS[0].tolist(), answer, "end"]
 
 
 def test_a_model_in_training_stays_so() -> None:

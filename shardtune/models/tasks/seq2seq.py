@@ -22,6 +22,7 @@ from transformers import AutoModelForSeq2SeqLM
 from shardtune.batch import IGNORED, Batch, LossSum
 from shardtune.data.encoder import Row
 from shardtune.errors import ConfigError
+from shardtune.models.generation_settings import one_text_each, stop_strings
 from shardtune.models.pretrained import GENERATION, MODEL_PATH, settings_directory
 from shardtune.models.tasks.columns import SOURCE, TARGET, column_of, text_of
 from shardtune.models.tasks.encoder import PADDED
@@ -146,7 +147,8 @@ class Seq2Seq(TextTask):
             **self._source(batch),
             max_new_tokens=most,
             synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
-            **{"do_sample": False, **sampling, **self._generation},
+            **{"do_sample": False, **one_text_each(model), **sampling, **self._generation},
+            **({"tokenizer": self.tokenizer} if stop_strings(model) else {}),
         )
         return {"written": written}
 
