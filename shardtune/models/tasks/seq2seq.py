@@ -17,12 +17,12 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, LogitsProcessor, LogitsProcessorList
 
 from shardtune.batch import IGNORED, Batch, LossSum
 from shardtune.data.encoder import Row
 from shardtune.errors import ConfigError
-from shardtune.models.generation_settings import one_text_each, stop_strings
+from shardtune.models.generation_settings import num_beams, one_text_each, stop_strings
 from shardtune.models.pretrained import GENERATION, MODEL_PATH, settings_directory
 from shardtune.models.tasks.columns import SOURCE, TARGET, column_of, text_of
 from shardtune.models.tasks.encoder import PADDED
@@ -48,6 +48,24 @@ class Seq2SeqOptions(BaseModel):
 
     source_prefix: str = ""
     num_beams: int | None = Field(None, ge=1)
+
+
+class Draws(LogitsProcessor):
+    """Makes the likeliest token [rows, vocabulary] a draw from the softmax (Gumbel-max), by its row's numbers alone: an
+    answer is the same in any batch and on any rank.
+
+    Args:
+        batch: of the rows that are answered.
+        temperature: by which logits are divided.
+    """
+
+    def __init__(self, batch: Batch, temperature: float) -> None:
+        self._batch = batch
+        self._temperature = temperature
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        numbers = self._batch.rand_like(f"token {input_ids.shape[1]}", scores.double())
+        return scores.double() / self._temperature - (-numbers.clamp_min(1e-300).log()).log()
 
 
 class Seq2Seq(TextTask):
@@ -142,13 +160,18 @@ class Seq2Seq(TextTask):
         """`written` [rows, tokens], at most as many as the model has positions for; ranks keep step."""
         evaluation, positions = self.recipe.eval, self.max_positions
         most = evaluation.max_new_tokens if positions is None else min(evaluation.max_new_tokens, positions - 1)
-        sampling = {"do_sample": True, "temperature": evaluation.temperature} if evaluation.temperature else {}
+        settings: dict[str, Any] = {"do_sample": False, **one_text_each(model), **self._generation}
+        if evaluation.temperature and settings.get("num_beams", num_beams(model)) == 1:
+            settings["logits_processor"] = LogitsProcessorList([Draws(batch, evaluation.temperature)])
+        elif evaluation.temperature:
+            settings |= {"do_sample": True, "temperature": evaluation.temperature}
+        if stop_strings(model):
+            settings["tokenizer"] = self.tokenizer
         written = model.generate(
             **self._source(batch),
             max_new_tokens=most,
             synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
-            **{"do_sample": False, **one_text_each(model), **sampling, **self._generation},
-            **({"tokenizer": self.tokenizer} if stop_strings(model) else {}),
+            **settings,
         )
         return {"written": written}
 

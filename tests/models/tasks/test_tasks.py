@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from shardtune.models.tasks import sentence_transformers_files
 from shardtune.models.tasks.encoder import Cut, parts_of, require_tokens, shortened
 from shardtune.models.tasks.metrics import entity_scores, f1_scores, spans
 from shardtune.models.tasks.names import CLASSES
+from shardtune.models.tasks.seq2seq import Draws
 from shardtune.models.tasks.task import TextTask
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.run.described_task import described_task
@@ -489,6 +491,33 @@ def test_answers_begin_from_the_token_of_training(folder: Path):
     model.generation_config.decoder_start_token_id = 0
     assert task.predicted_outputs(model, batch)["written"][:, 0].tolist() == [2, 2]
     assert task.saved_files()["generation_config.json"] == {"decoder_start_token_id": 2}
+
+
+def test_sampled_answers_are_those_of_their_rows(folder: Path):
+    """In any batch, and one for each row though the model's settings ask for two."""
+    values = {**recipe(folder, "seq2seq", rows("seq2seq", 4), "drawn"), "eval": {"max_new_tokens": 6, "temperature": 2}}
+    task: Any = task_of(values)
+    samples, model = [task.encode(row) for row in rows("seq2seq", 4)], task.build()
+    model.generation_config.update(do_sample=True, num_return_sequences=2, return_dict_in_generate=True, top_k=1)
+
+    def written(*numbers: int) -> list[list[int]]:
+        batch = task.collate([samples[number] for number in numbers], numbers, {})
+        tokens = [row.tolist() for row in task.predicted_outputs(model, replace(batch, key=5))["written"]]
+        return [row[: row.index(3, 1)] if 3 in row[1:] else row for row in tokens]
+
+    together = written(0, 1, 2, 3)
+    torch.manual_seed(1)
+    assert together == written(0) + written(1, 3, 2)[:1] + written(2, 3)
+    assert len({tuple(row) for row in together}) > 1
+
+
+def test_answers_are_drawn_from_the_softmax(folder: Path):
+    task: Any = task_of(recipe(folder, "seq2seq", rows("seq2seq", 2), "softmax"))
+    batch = task.collate([task.encode(row) for row in rows("seq2seq", 2)], range(2), {})
+    scores = torch.tensor([0.0, 1.0, 2.0])
+    drawn = Draws(replace(batch, rows=tuple(range(9000))), 2.0)(torch.zeros(9000, 1).long(), scores.expand(9000, -1))
+    shares = drawn.argmax(1).bincount() / 9000
+    assert torch.allclose(shares, (scores / 2).softmax(0), atol=0.02)
 
 
 def test_a_document_twice_in_a_step_is_no_wrong_answer(folder: Path):
