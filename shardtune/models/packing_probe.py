@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardtune.batch import PackedBatch, Sample
 from shardtune.errors import ModelError
@@ -254,7 +255,15 @@ def _reference(root: LanguageRoot, adapter: Choices, row: Sample, device: torch.
 
 
 def _cannot_compute(root: LanguageRoot, row: Sample, reason: str, dtype: torch.dtype) -> ModelError:
-    half = dtype in HALF
+    half, shared = dtype in HALF, _shared_axes(root)
+    if shared:
+        return ModelError(
+            f"{type(root.model).__name__} on ranks that share its layers ({', '.join(shared)}) cannot compute one row "
+            f"of {row.length} tokens: {reason}",
+            where=shared[0],
+            remedy=f"set {' and '.join(f'{axis}: 1' for axis in shared)}: what transformers declares for such ranks "
+            "does not fit the model's code, if that computes the row on one",
+        )
     return ModelError(
         f"transformers' own forward of one row of {row.length} tokens fails{' in half precision' if half else ''}: "
         f"{reason}",
@@ -264,6 +273,12 @@ def _cannot_compute(root: LanguageRoot, row: Sample, reason: str, dtype: torch.d
         if half
         else "the same call fails without shardtune: use a version of transformers, or packages, with which it works",
     )
+
+
+def _shared_axes(root: LanguageRoot) -> list[str]:
+    """The keys of the layout that cut layers of a model among ranks."""
+    meshes = [each.device_mesh.mesh_dim_names or () for each in root.parameters() if isinstance(each, DTensor)]
+    return [f"actor.parallel.{axis}" for axis in ("tensor", "expert") if any(axis in names for names in meshes)]
 
 
 def _obstacle(is_exact: Callable[[], bool], difference: str) -> str:

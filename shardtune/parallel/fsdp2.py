@@ -43,6 +43,7 @@ from shardtune.parallel.torch_private import (
     without_modes,
 )
 from shardtune.parallel.unit_calls import UnitCalls
+from shardtune.parallel.whole_gradients import check_whole_gradients
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -213,7 +214,7 @@ class Weights:
         self.shapes = {name: parameter.shape for name, parameter in self._computed.items()}
         self._whole = [name for name, parameter in self._computed.items() if self._is_whole(name, parameter)]
         self.on_ranks = ranks.mesh is not None
-        shared = ranks.layout.tensor > 1 and bool(partial)
+        shared = self._uncompared = ranks.layout.tensor > 1
         self.has_buffers = bool(self._buffers.names)
         self.replicates = self.on_ranks and bool(self._whole or shared or self.has_buffers)
         self.parameters: dict[str, nn.Parameter] = dict(self._computed)
@@ -554,6 +555,9 @@ class Weights:
         self._buffers.agree()
         if self._ranks.mesh is None:
             return
+        if self._uncompared:
+            others = {name: each for name, each in self.trainable().items() if name not in self._partial}
+            self._uncompared = not check_whole_gradients(others, self._ranks)
         self._sum_partial()
         whole = {name: self.parameters[name] for name in self._whole if self.parameters[name].requires_grad}
         if not whole:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from shardtune.config.rank_layout import divides
@@ -23,15 +24,16 @@ from shardtune.parallel.adapted_layers import WHOLE, base_modules, share_adapter
 from shardtune.parallel.adapted_names import without_adapter
 from shardtune.parallel.collectives import replicated_input
 from shardtune.parallel.meta_init import local_offsets
+from shardtune.parallel.plan_gaps import PARTIAL, without_gaps
 from shardtune.parallel.torch_private import quieten_redistribution, set_parameter
 
 Plan = Mapping[str, str]
 """Names of modules and parameters, with `*` for layer numbers, to styles of transformers."""
-PARTIAL = "replicated_with_grad_allreduce"
-"""The style of what every rank holds and uses on its own heads alone."""
 EXPERTS = "moe_tp_experts"
 PACKED = ("packed_colwise", "packed_rowwise")
 KEY_VALUE = ("k_proj", "v_proj")
+LATENT = "mla_kv_a_proj"
+"""The style of a projection to compressed keys and values; it reads a size in the config of the module."""
 WHERE = "actor.parallel.tensor"
 
 
@@ -95,6 +97,7 @@ def parallelise(model: nn.Module, plan: Plan, ranks: DeviceMesh, heads: Heads | 
         ParallelError: the plan is empty or names nothing, or has a style that is not known here.
     """
     _check_plan(model, plan)
+    plan = without_gaps(model, plan)
     quieten_redistribution()
     shared = _shared_parameters(model)
     repeated = heads is not None and heads.key_value < ranks.size()
@@ -113,6 +116,8 @@ def parallelise(model: nn.Module, plan: Plan, ranks: DeviceMesh, heads: Heads | 
             if not (style in WHOLE and trains_rows(model, owner)):
                 ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), key, ranks)
         elif not (style in WHOLE and trains_rows(model, name)):
+            if style == LATENT:
+                vars(model.get_submodule(name))["config"] = _text_config(model)
             ALL_PARALLEL_STYLES[style].install_forward(model.get_submodule(name), ranks)
             share_adapter(model, name, style, ranks)
     _share_again(model, shared)
@@ -230,6 +235,12 @@ def expanded(model: nn.Module, plan: Plan) -> list[tuple[str, str]]:
             found += [(path, chosen)] if chosen is not None else []
         found += [(name, style)] if style is not None and name else []
     return found
+
+
+def _text_config(model: nn.Module) -> PreTrainedConfig:
+    """The config of the language model in a model that a plan of transformers is for."""
+    (held, *_) = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return held.get_text_config()
 
 
 def _repeat_heads(projection: nn.Module, ranks: DeviceMesh, heads: Heads) -> None:
