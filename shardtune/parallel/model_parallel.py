@@ -47,7 +47,10 @@ def apply_model_parallel(
         ParallelError: the model has no plan for an axis of the layout.
     """
     layout = ranks.layout
-    partial = parallelise(model, without_experts(tensor_plan), ranks.tensor_mesh, heads) if layout.tensor > 1 else []
+    partial: list[str] = []
+    if layout.tensor > 1:
+        partial = parallelise(model, without_experts(tensor_plan), ranks.tensor_mesh, heads)
+        _own_outputs_of_shared_experts(model)
     if layout.expert == 1:
         return ModelParallel(tuple(partial))
     experts, adapters = _spread_experts(model, expert_plan, ranks)
@@ -84,6 +87,14 @@ def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> 
     for module in experts if ranks.layout.tensor > 1 else ():
         _own_output(module)
     return experts, adapters
+
+
+def _own_outputs_of_shared_experts(model: nn.Module) -> None:
+    """Those to which a layer adds what its other experts return, in place (Llama 4); with a gate, none does."""
+    for module in model.modules():
+        parts = dict(module.named_children())
+        if "experts" in parts and "shared_expert" in parts and "shared_expert_gate" not in parts:
+            _own_output(parts["shared_expert"])
 
 
 def _own_output(module: nn.Module) -> None:

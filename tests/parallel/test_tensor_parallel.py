@@ -19,6 +19,7 @@ from tests.support.dist.training import run_recipe, run_recipes
 
 ADAPTER = """
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -59,6 +60,15 @@ class Shared(Adapter):
 
     def loss(self, model, batch):
         return LossSum(F.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), len(batch["x"]))
+
+
+class Scaled(Shared):
+    def build(self):
+        net = Net()  # each rank multiplies its own features by a number that all of them hold
+        for block in net.blocks:
+            block.scale = nn.Parameter(torch.ones(1))
+            block.up.register_forward_hook(lambda _, inputs, out, block=block: out * block.scale)
+        return net
 
 
 class Unplanned(Shared):
@@ -124,6 +134,7 @@ def refusal(values: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("Scaled", "every tensor rank holds blocks.0.scale whole, and computes another gradient of it"),
         ("Unplanned", "Net declares no plan for tensor parallelism"),
         ("Misnamed", "tensor_plan names layers.*.up, which is no module or parameter of Net"),
         ("HalfNamed", "tensor_plan names blocks.*.dwn, which is no module or parameter of Net"),
