@@ -63,5 +63,4 @@ def _compared(parameter: nn.Parameter, ranks: Ranks) -> tuple[float, float]:
     first = own.detach().clone().contiguous()
     group = ranks.tensor_mesh.get_group()
     dist.broadcast(first, dist.get_global_rank(group, 0), group)
-    difference, norm = (torch.linalg.vector_norm(each.double()) for each in (own - first, own))
-    return float(difference), float(norm)
+    return float(torch.linalg.vector_norm(first.sub_(own))), float(torch.linalg.vector_norm(own))
