@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
+from functools import cached_property
 
 from pydantic import BaseModel
 from torch import nn
 
 from shardtune.config.checks.actions import OF_STATISTICS, idle_columns
-from shardtune.config.schema import long_key
+from shardtune.config.keys import KEYS, is_free_mapping, nearest
+from shardtune.config.schema import long_key, present_key, short_key
 from shardtune.config.user_code import check_call, names_in
 from shardtune.data.robot.returns import RETURN
 from shardtune.errors import ConfigError
@@ -48,6 +50,10 @@ CALLED_BY = {
 }
 """What authors write, and the method of `Adapter` that calls or reads it, which a class may override too."""
 DECLARED = ("Options", "padding", "unit_classes", "image_fields", "reads", "normalization_mapping")
+FURTHER = ("tensor_plan", "encoding_settings", "augmented", "new_weights", "processor")
+"""What few authors write: a helper may have a name like one of these, if another method uses it."""
+OF_WHOLE_STEPS = ("outputs", "step_loss", "evaluation_rows")
+"""What a `WholeStepAdapter` alone has."""
 OWN = "shardtune."
 """Prefix of the package's own modules."""
 MEANT = 0.83
@@ -78,6 +84,8 @@ def check_adapter_class(kind: type[Adapter], where: str) -> None:
     if issubclass(kind, WholeStepAdapter):
         _check_whole_step(kind, where)
         _check_evaluation_rows(kind, where)
+    else:
+        _check_no_whole_step(kind, written, where)
     for name in CALLED_BY.keys() & written.keys():
         _check_called(kind, name, where)
 
@@ -190,12 +198,28 @@ def _check_declared(kind: type[Adapter], where: str) -> None:
                 if isinstance(value, str)
                 else f'{name} = ("Block",): texts, no classes',
             )
+    for name in kind.reads:
+        key = present_key(name)
+        if key in KEYS or any(is_free_mapping(KEYS[upper].field) for upper in _sections_of(key) if upper in KEYS):
+            continue
+        near = nearest(key)
+        raise ConfigError(
+            f"{kind.__name__}.reads names {name}, which is no key of a recipe",
+            where=where,
+            remedy=f"did you mean {short_key(near)}?" if near else "docs/configuration.md lists all keys",
+        )
+
+
+def _sections_of(key: str) -> list[str]:
+    """The dotted names of what a key lies in."""
+    parts = key.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _check_method(kind: type[Adapter], name: str, found: object, where: str) -> None:
     """Check that a method can be called with its documented arguments."""
     call = f"{kind.__name__}.{name}({CALLS[name]})"
-    function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+    function = _function(found)
     if not callable(function):
         raise ConfigError(
             f"{kind.__name__}.{name} is {_describe(found)}, not a method", where=where, remedy=f"write {call}"
@@ -206,13 +230,13 @@ def _check_method(kind: type[Adapter], name: str, found: object, where: str) -> 
 
 def _check_names(kind: type[Adapter], written: Mapping[str, object], where: str) -> None:
     """Refuse misspelt names: nothing would ever read them."""
-    free = [name for name in (*CALLS, *DECLARED) if name not in written]
+    free = [name for name in (*CALLS, *DECLARED, *FURTHER) if name not in written]
     lower = {name.lower(): name for name in free}
     for name in written:
         if name.startswith("_") or name in vars(Adapter) or name in CALLS or name in DECLARED:
             continue
         near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=MEANT)
-        if near:
+        if near and not (lower[near[0]] in FURTHER and _is_used(name, written)):
             raise ConfigError(
                 f"{kind.__name__}.{name} is no method or attribute of an adapter",
                 where=where,
@@ -235,6 +259,32 @@ def _check_whole_step(kind: type[WholeStepAdapter], where: str) -> None:
                 where=where,
                 remedy="leave it out; step_loss may return several terms, each of which is logged",
             )
+
+
+def _check_no_whole_step(kind: type[Adapter], written: Mapping[str, object], where: str) -> None:
+    """Refuse what only a loss of whole steps would use."""
+    for name in OF_WHOLE_STEPS:
+        if name in written and not _is_used(name, written):
+            raise ConfigError(
+                f"{kind.__name__}.{name} is never used: {kind.__name__} is trained by its loss, batch by batch",
+                where=where,
+                remedy=f"derive {kind.__name__} from shardtune.WholeStepAdapter, whose step_loss is of all rows of a "
+                "step, or leave it out",
+            )
+
+
+def _is_used(name: str, written: Mapping[str, object]) -> bool:
+    """Whether another method of the class names it."""
+    return any(name in names_in(_function(found)) for key, found in written.items() if key != name)
+
+
+def _function(found: object) -> object:
+    """The function of a method or property."""
+    if isinstance(found, property):
+        return found.fget
+    if isinstance(found, cached_property):
+        return found.func
+    return found.__func__ if isinstance(found, staticmethod | classmethod) else found
 
 
 def _check_called(kind: type[Adapter], name: str, where: str) -> None:

@@ -101,6 +101,8 @@ class FieldEncoder:
             found = "a Sample whose fields are not given by name"
         elif not sample.fields and not len(sample.input_ids):
             found = "a Sample with nothing in it"
+        elif not isinstance(sample.size, int | np.integer) or sample.size < 0:
+            found = f"a Sample of size {sample.size!r}, which is not a number of positions"
         else:
             return
         raise ModelError(
@@ -110,7 +112,13 @@ class FieldEncoder:
         )
 
     def _check_padding(self, fields: Mapping[str, np.ndarray]) -> None:
-        for name in self._adapter.padding:
+        for name, value in self._adapter.padding.items():
+            if name in fields and not holds(fields[name].dtype, value):
+                raise ModelError(
+                    f"padding fills {name!r} with {value}, which its rows, of {fields[name].dtype}, cannot hold",
+                    where=f"{type(self._adapter).__name__}.padding",
+                    remedy="fill it with another number, or let encode give the field in a type that holds this one",
+                )
             if name in fields and not fields[name].ndim:
                 raise ModelError(
                     f"padding names {name!r}, which is a single number and has no length",
@@ -201,6 +209,15 @@ class FieldEncoder:
         settings = [pair for folder in folders for pair in _settings(folder)]
         in_memory = [] if self._tokenizer is None else [_tokenizer_hash(self._tokenizer)]
         return [keys, values, named, recipe.actor.added_tokens, settings, in_memory]
+
+
+def holds(dtype: np.dtype[Any], value: float) -> bool:
+    """Whether an array of a type can have a value, beside rounding of floating-point numbers."""
+    if dtype.kind == "f":
+        return abs(value) <= float(np.finfo(dtype).max) or not math.isfinite(value)
+    if dtype.kind == "b":
+        return value in (0, 1)
+    return math.isfinite(value) and value == int(value) and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
 
 
 class FrameFieldEncoder(FieldEncoder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from shardtune.batch import Metric
 from shardtune.config import Recipe, load_recipe
 from shardtune.data.encoder import RowDropped, RowError
 from shardtune.errors import ConfigError, DataError, ModelError
-from shardtune.models.adapter_encoder import FieldEncoder
+from shardtune.models.adapter_encoder import FieldEncoder, holds
 from shardtune.models.find_adapter import find_adapter
 
 LABELLED = {"pixels": [1.0, 2.0], "label": 1, "notes": [5]}
@@ -495,6 +496,49 @@ def test_padding_of_a_field_that_is_not_there_is_refused() -> None:
     with pytest.raises(ModelError, match="padding names 'note', which is no field of a row") as caught:
         encoder(adapter="Misspelt").encode(LABELLED)
     assert caught.match("did you mean 'notes'")
+
+
+class Filled(Small):
+    """Pads with what the notes, int64, are not."""
+
+    padding: ClassVar[Mapping[str, float]] = {"notes": -1.5}
+
+
+def test_padding_that_a_field_cannot_hold_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"padding fills 'notes' with -1.5, which its rows, of int64, cannot hold"):
+        encoder(adapter="Filled").encode(LABELLED)
+
+
+class Sized(Small):
+    """Rows with a size of their own."""
+
+    def encode(self, row: Mapping[str, Any]) -> Sample:
+        return replace(super().encode(row), size=row["size"])
+
+
+def test_a_size_that_is_no_number_of_positions_is_refused() -> None:
+    assert encoder(adapter="Sized").encode({**LABELLED, "size": 7}).size == 7
+    for size in (-3, 2.5):
+        with pytest.raises(ModelError, match=f"encode returned a Sample of size {size}, which is not a number"):
+            encoder(adapter="Sized").encode({**LABELLED, "size": size})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "held"),
+    [
+        ("int64", -1.5, False),
+        ("int64", float("nan"), False),
+        ("int64", -1.0, True),
+        ("uint8", -1, False),
+        ("uint8", 255, True),
+        ("bool", 2, False),
+        ("bool", False, True),
+        ("float16", 1e5, False),
+        ("float32", float("-inf"), True),
+    ],
+)
+def test_which_values_a_type_holds(dtype: str, value: float, held: bool) -> None:
+    assert holds(np.dtype(dtype), value) is held
 
 
 def test_fp64_takes_fields_along() -> None:

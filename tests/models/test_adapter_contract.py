@@ -32,6 +32,24 @@ class Whole(Adapter):
         return LossSum(model(batch["x"]).sum(), 1)
 
 
+class Helped(Whole):
+    """Has helpers with the names of what adapters may have."""
+
+    reads = ("optim.lr", "data", "model.config_overrides.width")
+
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch["x"])
+
+    def augment(self, row: Any) -> Any:
+        return row
+
+    def encode(self, row: Any) -> Sample:
+        return super().encode(self.augment(row))
+
+    def loss(self, model: nn.Module, batch: Any) -> LossSum:
+        return LossSum(self.outputs(model, batch).sum(), 1)
+
+
 @dataclass
 class Plain:
     """Options of another kind."""
@@ -71,6 +89,14 @@ def forgetful(self: Any, recipe: Any, tokenizer: Any = None) -> None:
         ({"init_weights": lambda self: None}, "did you mean initial_weights"),
         ({"unit_class": ("Linear",)}, "did you mean unit_classes"),
         ({"options": BaseModel}, "did you mean Options"),
+        ({"tensor_plans": {"0": "colwise"}}, "did you mean tensor_plan"),
+        ({"augment": lambda self, sample, augment: sample}, "did you mean augmented"),
+        (
+            {"reads": ("model.config_overide",)},
+            "reads names model.config_overide, .*did you mean model.config_overrides",
+        ),
+        ({"step_loss": lambda self, outputs: None}, "Mine.step_loss is never used: .*shardtune.WholeStepAdapter"),
+        ({"evaluation_rows": 8}, "Mine.evaluation_rows is never used"),
     ],
 )
 def test_what_is_wrong_with_a_class_is_told(written: dict[str, Any], message: str):
@@ -78,6 +104,10 @@ def test_what_is_wrong_with_a_class_is_told(written: dict[str, Any], message: st
         check_adapter_class(made(**written), "the recipe")
     assert caught.match(f"(?s){message}")
     assert caught.match("where:  the recipe")
+
+
+def test_helpers_that_other_methods_call_may_have_such_names():
+    check_adapter_class(Helped, "the recipe")
 
 
 def test_a_class_that_lacks_methods_is_told_which():
