@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from shardtune.checkpoint.hf_save import Processor
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.model_names import registered_function, registered_processor
 from shardtune.config.rank_layout import Layout
+from shardtune.config.user_code import names_in
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.errors import built
@@ -61,6 +63,29 @@ from shardtune.training.worker.user_task import UserTask, training_paths
 
 LONG_STEP = 10.0
 """Seconds of a step from which on looking for its bad rows is announced."""
+
+
+OPTIONAL = (
+    *("model_provider_func", "loss_weights", "setup", "setup_evaluation", "run_training", "run_eval"),
+    *("save_checkpoint", "load_checkpoint"),
+)
+"""Methods that a worker may leave out, so that a misspelt one would not be missed."""
+
+
+def _check_names(kind: type) -> None:
+    """Refuse misspelt names of methods, which nothing would ever call, unless another method of the class uses them."""
+    if kind.__module__.startswith("shardtune."):
+        return
+    written = vars(kind)
+    free = [name for name in OPTIONAL if name not in written]
+    for name, member in written.items():
+        near = difflib.get_close_matches(name, free, n=1, cutoff=0.84) if isfunction(member) and name[0] != "_" else []
+        known = any(name in vars(base) for base in kind.__mro__[1:])
+        if near and not known and not any(name in names_in(other) for key, other in written.items() if key != name):
+            raise TypeError(
+                f"{kind.__name__}.{name} would never be called. Did you mean {near[0]}? The name of a helper may begin "
+                "with _"
+            )
 
 
 class FSDPSftWorker(ABC):
@@ -114,6 +139,7 @@ class FSDPSftWorker(ABC):
                         f"{cls.__name__}.{name} would never be called: {name} of {kind.__name__} cannot be "
                         "overridden. Give the method or attribute another name"
                     )
+        _check_names(cls)
 
     def __init__(self, cfg: DictConfig | Recipe) -> None:
         self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)

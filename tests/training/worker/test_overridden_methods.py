@@ -343,3 +343,18 @@ def test_a_model_that_is_no_root_is_refused(tiny: Tiny) -> None:
     kind = type("Mine", (SFTWorker,), {"model_provider_func": provide})
     with pytest.raises(ModelError, match="model_provider_func returned a Linear, not an adapter's root"):
         kind(load_recipe(tiny.recipe()), report=lambda text: None).setup()
+
+
+@pytest.mark.parametrize("name", ["loss_weight", "run_train", "save_checkpoints", "model_provider", "set_up"])
+def test_a_misspelt_method_is_refused(name: str):
+    with pytest.raises(TypeError, match=rf"Mine\.{name} would never be called\. Did you mean"):
+        type("Mine", (own.Task,), {name: lambda self, *arguments: None})
+
+
+def test_a_helper_that_another_method_calls_may_have_such_a_name():
+    class Mine(own.Task):
+        def loss_weight(self, batch: Any) -> float:
+            return 1.0
+
+        def get_train_model_output(self, batch: Any) -> Any:
+            return super().get_train_model_output(batch) * self.loss_weight(batch)
