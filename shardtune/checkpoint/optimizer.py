@@ -189,8 +189,9 @@ def load_optimizer_tensors(
                 state[parameter] = optimizer.own_form(parameter, state[parameter], group["state_dtype"])
     optimizer.state.clear()
     optimizer.state.update(state)
-    for group, saved in zip(optimizer.param_groups, description["groups"], strict=False):
-        _restore_options(group, saved["options"], keep)
+    options = {name: saved["options"] for saved in description["groups"] for name in saved["params"]}
+    for group in optimizer.param_groups:
+        _restore_options(group, options[names[group["params"][0]]] if group["params"] else {}, keep)
 
 
 def _describe(value: object, name: str, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> SavedValue:

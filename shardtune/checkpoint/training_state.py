@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,22 @@ def save_training(
     ]
 
 
-def load_training(folder: Path, weights: Weights, optimizer: Optimizer) -> dict[str, Any]:
+def load_training(
+    folder: Path, weights: Weights, optimizer: Optimizer, *, from_recipe: Collection[str]
+) -> dict[str, Any]:
     """Load weights and optimizer state from a folder that `save_training` wrote, on any number of ranks.
+
+    Args:
+        folder: of the checkpoint.
+        weights: of the model.
+        optimizer: of these weights.
+        from_recipe: settings of its groups that stay as they are; the same as the checkpoint's unless the user allowed
+            a change.
 
     Returns:
         The state that was saved with them.
     """
     state = load_weights_only(folder, weights)
-    # The recipe's options are used, not the checkpoint's: they are the same unless the user allowed a change.
-    from_recipe = {key for group in optimizer.param_groups for key in group}
     load_optimizer_tensors(
         folder / OPTIMIZER, optimizer, _names(weights), state["optimizer"], weights, keep=from_recipe
     )

@@ -78,6 +78,21 @@ def _arguments(name: str, config: OptimConfig) -> ParamGroup:
     return values
 
 
+def recipe_options(config: OptimConfig, optimizer: torch.optim.Optimizer) -> set[str]:
+    """The settings of parameter groups that come from the recipe; the others are the optimizer's own numbers.
+
+    Classes of torch have none of their own. Those of others may count steps or estimate a rate in a group, from its
+    construction on.
+
+    Args:
+        config: the recipe's `actor.optim`.
+        optimizer: built from it.
+    """
+    if is_of_torch(config.name):
+        return {key for group in optimizer.param_groups for key in group}
+    return {"params", "names", "lr", "base_lr", KNOWN, *KERNELS, *_arguments(config.name, config)}
+
+
 def _check_type(shown: str, parameter: inspect.Parameter, value: object) -> None:
     """Refuse text for a truth value, which would be true whatever it says, and a truth value for a number."""
     default = parameter.default

@@ -103,11 +103,12 @@ class OfWhole(_Outer):
     """
 
     def _step_group(self, number: int, group: ParamGroup) -> None:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                self._step_one(group, parameter)
+        after = [self._step_one(group, parameter) for parameter in group["params"] if parameter.grad is not None]
+        for settings in after[:1]:  # what it counts in a group it counts alike for each parameter
+            group.update(settings)
 
-    def _step_one(self, group: ParamGroup, parameter: nn.Parameter) -> None:
+    def _step_one(self, group: ParamGroup, parameter: nn.Parameter) -> ParamGroup:
+        """Step one parameter; returns the settings of its group after that."""
         assert parameter.grad is not None
         whole = nn.Parameter(_whole(parameter))
         whole.grad = _whole(parameter.grad)
@@ -126,6 +127,8 @@ class OfWhole(_Outer):
             if key not in state:
                 state[key] = torch.empty_like(parameter.detach(), dtype=value.dtype)
             _put(state[key], value)
+        (inner_group,) = inner.param_groups
+        return {key: value for key, value in inner_group.items() if key != "params"}
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:

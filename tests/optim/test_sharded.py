@@ -37,6 +37,22 @@ class Lion(torch.optim.Optimizer):
                 mean.lerp_(p.grad, 1 - group["betas"][1])
 
 
+class CountsInGroup(torch.optim.Optimizer):
+    """Warms up by a number in its groups, which is there from the beginning; by the norm of each matrix, if asked."""
+
+    def __init__(self, params, lr=1e-4, by_norm=False):
+        super().__init__(params, {"lr": lr, "by_norm": by_norm, "k": 0, "scale": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            group["scale"] *= 2
+            for p in [p for p in group["params"] if p.grad is not None]:
+                divisor = p.grad.norm() if group["by_norm"] else 1.0
+                p.sub_(p.grad / divisor, alpha=group["lr"] * group["scale"] * group["k"])
+
+
 class Together(Lion):
     """Scales its steps by the norm of all gradients."""
 
@@ -148,6 +164,8 @@ def test_each_trains_alike_on_two_ranks_and_resumes_bitwise(tmp_path: Path, own:
         {"name": "Muon"},
         {"name": f"{own}:Lion", "args": {"betas": [0.8, 0.9]}, "weight_decay": 0.1},
         {"name": THEIRS, "args": {"relative_step": False}},
+        {"name": f"{own}:CountsInGroup"},
+        {"name": f"{own}:CountsInGroup", "args": {"by_norm": True}},
     ]
     if not few:
         given = [{"name": "Adafactor"}, {"name": "Rprop"}, {"name": "AdamW", "args": {"fused": True}}]
@@ -168,6 +186,8 @@ def test_each_trains_alike_on_two_ranks_and_resumes_bitwise(tmp_path: Path, own:
 def test_what_steps_each_number_by_itself_is_found_by_a_trial(own: str) -> None:
     assert way_of(f"{own}:Lion", {}) == "parts"
     assert way_of(THEIRS, {"relative_step": False, "warmup_init": False}) == "whole"
+    assert way_of(f"{own}:CountsInGroup", {}) == "parts"
+    assert way_of(f"{own}:CountsInGroup", {"by_norm": True}) == "whole"
     assert way_of(f"{own}:Together", {}) == "together"
     check_optimizer(config(f"{own}:Together"), Layout())
     with pytest.raises(ConfigError, match=r"cannot train on 2 ranks .*: each of its steps depends on all parameters"):

@@ -38,7 +38,7 @@ from shardtune.models.lora.config import head_of
 from shardtune.models.lora.init import changes_base
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.new_tokens import grow_embeddings
-from shardtune.optim.build import build_optimizer
+from shardtune.optim.build import build_optimizer, recipe_options
 from shardtune.parallel.direct_use import in_methods, own_methods
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
@@ -382,7 +382,8 @@ class ModelState:
 
     def load(self, folder: Path) -> Mapping[str, object]:
         """Continue from a folder that `save` wrote, on any number of ranks; returns the JSON part."""
-        state = load_training(folder, self.weights, self.optimizer)
+        from_recipe = recipe_options(self._recipe.actor.optim, self.optimizer)
+        state = load_training(folder, self.weights, self.optimizer, from_recipe=from_recipe)
         self._check_excluded(folder, state)
         if self.average is not None:
             self.average.load(folder)
