@@ -142,11 +142,22 @@ def data_changed(changes: Sequence[str]) -> CheckpointError:
     )
 
 
+def what_differs(epoch: int, done: int) -> str:
+    """What is the matter with a loader that, iterated again, yields other batches than before."""
+    if done:
+        return f"the first {done} batches of epoch {epoch} are not those that were trained on"
+    return (
+        "the loader yields other batches each time it is gone through, by something that no checkpoint holds, so those "
+        f"of epoch {epoch} are not what they would have been"
+    )
+
+
 def other_batches(epoch: int, done: int) -> CheckpointError:
     """The error for a loader that, iterated again, yields other batches than before."""
     return CheckpointError(
-        f"the first {done} batches of epoch {epoch} are not those that were trained on",
+        what_differs(epoch, done),
         where=BUILD,
         remedy="let the loader draw from torch's, numpy's or Python's generators (which are seeded for every epoch and "
-        f"batch), or give it state_dict and load_state_dict; to go on all the same: {ALL_THE_SAME}",
+        "batch), or from generators that are attributes of the data set, the sampler or the loader; or give it "
+        f"state_dict and load_state_dict; to go on all the same: {ALL_THE_SAME}",
     )

@@ -23,6 +23,7 @@ from shardtune.data.user_loader.errors import (
     other_batches,
     ranks_differ,
     too_large,
+    what_differs,
     wrong_length,
 )
 from shardtune.data.user_loader.position import LoaderRecord, merged, of_rank
@@ -193,10 +194,11 @@ class BatchLoader:
     def _enter(self, epoch: int, done: int) -> Iterator[object]:
         """An epoch's batches from number `done` on."""
         ready, self._ready = self._ready, None
-        if ready is not None and ready[:2] == (epoch, done):
-            return ready[2]
-        batches = self._pass(epoch)
-        for _ in islice(batches, done):
+        if ready is not None and ready[0] == epoch and ready[1] <= done:
+            _, at, batches = ready
+        else:
+            at, batches = 0, self._pass(epoch)
+        for _ in islice(batches, done - at):
             pass
         return batches
 
@@ -342,6 +344,7 @@ class BatchLoader:
         if alike and len(saved.own_seeds) in (1, now.ranks) and of_rank(saved.own_seeds, rank) != self._draws.own_seeds:
             self._report("a generator that the loader holds was seeded otherwise: what it draws from here on is new")
         if states is not None and not changes and isinstance(self._loader, StatefulLoader):
+            self._ready = None
             self._restore(self._loader, decode(of_rank(states, rank)), done)
             self._seen = of_rank(seen, rank) if seen else ""
             self._ready = state.epoch, done, self._pass(state.epoch, done)
@@ -349,7 +352,11 @@ class BatchLoader:
             self._report(
                 f"the loader keeps no state: going through the first {done} batches of epoch {state.epoch} again"
             )
-            self._replay(state.epoch, done, of_rank(seen, rank) if seen and not changes else "")
+            expected = of_rank(seen, rank) if seen and not changes else ""
+            differs = self._replay(state.epoch, done) != expected and bool(expected)
+            self._check_same(state.epoch, done, differs, allow_changed)
+        elif state.epoch and firsts and not changes:  # no batch of this epoch shows whether it would be the same
+            self._check_same(state.epoch, done, self._first_now() != self._first, allow_changed)
         self._resumed = replace(now, first_batch=firsts, seen=seen, own_seeds=saved.own_seeds, states=states)
 
     def _restore(self, loader: StatefulLoader, state: object, done: int) -> None:
@@ -365,14 +372,24 @@ class BatchLoader:
             )
 
     def _first_now(self) -> str:
-        """A hash of the current first batch of the first epoch."""
-        batch = next(iter(self._pass(0)), None)
-        return "" if batch is None else fingerprint(batch)
+        """A hash of the current first batch of the first epoch; `_enter` may go on behind it."""
+        batches = self._pass(0)
+        batch = next(batches, None)
+        if batch is None:
+            return ""
+        self._ready = 0, 1, batches
+        return fingerprint(batch)
 
-    def _replay(self, epoch: int, done: int, expected: str) -> None:
-        """Iterate over an epoch's first batches again; they have to be the same as before."""
+    def _replay(self, epoch: int, done: int) -> str:
+        """Iterate over an epoch's first batches again; returns their hash."""
         batches = self._enter(epoch, done)
-        differs = bool(expected) and self._seen != expected
-        if self._ranks.largest(float(differs)):
-            raise other_batches(epoch, done)
         self._ready = epoch, done, batches
+        return self._seen
+
+    def _check_same(self, epoch: int, done: int, differs: bool, allow_changed: bool) -> None:
+        """Refuse a loader that yields other batches now than before on any rank; all ranks call it."""
+        if not self._ranks.largest(float(differs)):
+            return
+        if not allow_changed:
+            raise other_batches(epoch, done)
+        self._report(f"{what_differs(epoch, done)} (allowed by runner.allow_changes)")

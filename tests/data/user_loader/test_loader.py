@@ -411,6 +411,41 @@ def test_a_loader_that_yields_other_batches_when_it_is_gone_through_again_is_ref
         loader(Whim(batches())).resume(state, first.record(), allow_changed=False)
 
 
+class Passes(list):
+    """Its order depends on how often it was gone through, as that of a sampler that counts its epochs itself."""
+
+    def __init__(self, items: list[Any]) -> None:
+        super().__init__(items)
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter([self[(place + self.passes) % len(self)] for place in range(len(self))])
+
+
+def test_what_a_loader_counts_itself_is_the_same_in_the_first_epoch_and_refused_later() -> None:
+    """At the end of an epoch too, where no batch could be compared."""
+    first = loader(Passes(batches()))
+    whole = list(islice(first.steps(DataState()), 8))
+    for number in (1, 2, 3, 4, 8, 9):
+        first = loader(Passes(batches()))
+        state = list(islice(first.steps(DataState()), number))[-1].after
+        said: list[str] = []
+        second, record = loader(Passes(batches()), said=said), through_json(first.record())
+        if not state.epoch:
+            second.resume(state, record, allow_changed=False)
+            assert same_steps(list(islice(second.steps(state), 4)), whole[number : number + 4])
+            continue
+        done = state.rows_consumed // ROWS
+        what = f"the first {done} batches of epoch" if done else "yields other batches each time it is gone through"
+        with pytest.raises(CheckpointError, match=what):
+            second.resume(state, record, allow_changed=False)
+        second = loader(Passes(batches()), said=said)
+        second.resume(state, record, allow_changed=True)
+        assert what in said[-1]
+        assert next(second.steps(state)).state == state
+
+
 def test_a_record_is_kept_until_a_step_is_taken() -> None:
     first = loader()
     state = next(first.steps(DataState())).after
