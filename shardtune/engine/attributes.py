@@ -1,6 +1,7 @@
 """Attributes that a user's class sets on its module (counters, histories, averages of weights): saved with the weights.
 
 They are stored as JSON and tensors, never pickled. What cannot be stored so, or differs between ranks, is named once.
+Schedules, wherever they are, are objects with a state here. Optimizers are stored elsewhere, and keep their places.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardtune.checkpoint.dcp import load_tensors, save_tensors
-from shardtune.engine.offload import optimizers_of
+from shardtune.engine.extra_state import extra_states
 from shardtune.errors import CheckpointError
 from shardtune.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 Described = dict[str, Any]
-"""A value as JSON: `value`, `items` of a list or tuple, `pairs` of a dict, `state` of an object, or a `tensor`."""
+"""A value as JSON: `value`, `items` of a list or tuple, `pairs` of a dict, `state` of an object, a `tensor`, or the
+place of an `optimizer`."""
 LIBRARY = ("_shardtune", "_output_capturing_hooks_installed", "_compiled_call", "_cache")
 """Beginnings of the names of attributes that are not the user's."""
 SCALARS = (bool, int, float, str, type(None))
@@ -56,20 +58,18 @@ class Attributes:
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self._module, self._ranks = module, ranks
         self._torch = vars(nn.Module()).keys()
-        self._before = {name: id(value) for name, value in vars(module).items()}
+        self._before = dict(vars(module))
         self._values = {name: copy.deepcopy(value) for name, value in vars(module).items() if _is_plain(value)}
         self._reported: set[str] = set()
         self._states: list[tuple[_Stateful, dict[str, Any]]] = []
 
     def _own(self) -> dict[str, object]:
-        elsewhere = {name.partition(".")[0] for name in optimizers_of(self._module)}
-        return {
+        return {**extra_states(self._module)} | {
             name: value
             for name, value in vars(self._module).items()
             if name not in self._torch
-            and name not in elsewhere
             and not name.startswith(LIBRARY)
-            and not isinstance(value, nn.Module | torch.optim.lr_scheduler.LRScheduler)
+            and not isinstance(value, nn.Module | torch.optim.Optimizer)
             and not (inspect.isroutine(value) or inspect.isclass(value))
             and self._is_changed(name, value)
         }
@@ -77,7 +77,7 @@ class Attributes:
     def _is_changed(self, name: str, value: object) -> bool:
         if name in self._values:
             return not _is_plain(value) or value != self._values[name]
-        return self._before.get(name) != id(value)
+        return self._before.get(name) is not value or _has_state(value)
 
     def save(self, folder: Path) -> dict[str, Described]:
         """Write the tensors; returns all else. Every rank calls it."""
@@ -117,21 +117,26 @@ class Attributes:
         """
         targets: dict[str, torch.Tensor] = {}
         self._states.clear()
-        now = vars(self._module)
+        extra = extra_states(self._module)
+        now = {**vars(self._module), **extra}
         found = {name: self._restore(each, now.get(name), name, targets) for name, each in described.items()}
         if targets:
             load_tensors(folder, targets)
         for name in self._own().keys() & self._values.keys() - described.keys():
             setattr(self._module, name, copy.deepcopy(self._values[name]))
         for name, value in found.items():
-            setattr(self._module, name, value)
+            if name not in extra:
+                setattr(self._module, name, value)
         for holder, state in self._states:
             holder.load_state_dict(state)
 
     def _restore(self, each: Described, current: object, place: str, targets: dict[str, torch.Tensor]) -> Any:
         """A value, whose tensors `targets` fill: those that the module has, so that other objects keep them."""
+        if "optimizer" in each:
+            return current
         if "tensor" in each:
-            targets[each["tensor"]] = target = self._target(each, current, place)
+            target = self._target(each, current, place)
+            targets[each["tensor"]] = target.detach()
             return target
         if "pairs" in each:
             inner = current if isinstance(current, dict) else {}
@@ -158,7 +163,7 @@ class Attributes:
     def _target(self, each: Described, current: object, place: str) -> torch.Tensor:
         shape, dtype = tuple(each["shape"]), getattr(torch, each["dtype"])
         if isinstance(current, torch.Tensor) and tuple(current.shape) == shape and current.dtype == dtype:
-            return current.detach()
+            return current
         if each["sharded"]:
             raise self._lacks(place, f"a sharded tensor {list(shape)}")
         return torch.empty(shape, dtype=dtype, device=self._ranks.device)
@@ -180,9 +185,22 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, SCALARS)
 
 
+def _has_state(value: object) -> bool:
+    """Whether a value can have been changed in its place: a tensor, an object with a state, or what holds one."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_meta
+    if isinstance(value, Mapping):
+        return any(map(_has_state, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_state, value))
+    return isinstance(value, _Stateful) and not isinstance(value, nn.Module | type)
+
+
 def _describe(value: object, place: str, tensors: dict[str, torch.Tensor]) -> Described:
     if isinstance(value, SCALARS):
         return {"value": value}
+    if isinstance(value, torch.optim.Optimizer):
+        return {"optimizer": True}
     if isinstance(value, torch.Tensor):
         tensors[place] = value.detach()
         dtype = str(value.dtype).removeprefix("torch.")

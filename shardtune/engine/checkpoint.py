@@ -48,13 +48,12 @@ def save_state(
     for name, optimizer in optimizers_of(module).items():
         moments, described["optimizers"][name] = optimizer_tensors(optimizer, _names(weights), weights)
         save_tensors(folder / OPTIMIZERS / name, moments)
-    for name, schedule in _schedules(module).items():
-        described["schedules"][name] = schedule.state_dict()
+    described["schedules"] = dict.fromkeys(_schedules(module))
     described["attributes"] = {**attributes.save(folder / ATTRIBUTES)}
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{STATE}.partial"
-        partial.write_text(json.dumps(described, default=_number))
+        partial.write_text(json.dumps(described))
         sync_tree(folder)
         partial.replace(folder / STATE)  # last: it marks the folder as complete
         sync_folder(folder)
@@ -100,6 +99,12 @@ def load_state(
             where=str(folder),
             remedy="make the same optimizers, under the same names, in on_weights_materialized",
         )
+    if described["schedules"].keys() != _schedules(module):
+        raise CheckpointError(
+            f"it has the schedules {sorted(described['schedules'])}, the module {sorted(_schedules(module))}",
+            where=str(folder),
+            remedy="make the same schedules, under the same names, in on_weights_materialized",
+        )
     everything = weights.tensors()
     stored = Together(None).by_first(lambda: stored_names(folder / MODEL))
     tensors = _kept(weights, trained) | {name: everything[name] for name in stored if name in everything}
@@ -109,9 +114,6 @@ def load_state(
         load_optimizer_tensors(
             folder / OPTIMIZERS / name, optimizer, _names(weights), described["optimizers"][name], weights
         )
-    for name, schedule in _schedules(module).items():
-        if name in described["schedules"]:
-            schedule.load_state_dict(described["schedules"][name])
     attributes.load(folder / ATTRIBUTES, described.get("attributes", {}))
     return {name for name in stored if name in weights.parameters}
 
@@ -128,17 +130,6 @@ def _names(weights: Weights) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in weights.parameters.items()}
 
 
-def _schedules(module: nn.Module) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
-    return {
-        name: value for name, value in vars(module).items() if isinstance(value, torch.optim.lr_scheduler.LRScheduler)
-    }
-
-
-def _number(value: object) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    raise CheckpointError(
-        f"the state of a schedule holds a {type(value).__name__}, which cannot be saved",
-        where="engine.save()",
-        remedy="keep it out of the module's attributes, or use a schedule of numbers",
-    )
+def _schedules(module: nn.Module) -> set[str]:
+    """The names of the schedules that are attributes of a module; their states are saved as those of other objects."""
+    return {name for name, value in vars(module).items() if isinstance(value, torch.optim.lr_scheduler.LRScheduler)}

@@ -92,6 +92,75 @@ def test_attributes_are_saved_and_loaded_in_any_layout(keeping, two_ranks: Train
     assert alone.kept()[0][3:] == pytest.approx(again[3:], abs=1e-10)
 
 
+class Counting(torch.nn.Linear):
+    """Keeps a number as torch's extra state."""
+
+    seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+class Scheduled(nn.Fsdp2TrainModule):
+    """Has schedules beside optimizers and by themselves, and state that is changed in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Counting(2, 2)
+        self.center = torch.zeros(2)
+        self.meter = {"best": torch.zeros(())}
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2], 0.1)
+        other = torch.optim.SGD(self.parameters(), lr=1.0)
+        self.all: dict[str, Any] = {"optimizer": other, "epoch": 0}
+        self.all["schedule"] = torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
+        self.scale = torch.zeros((), requires_grad=True)
+
+    def step(self) -> list[Any]:
+        for optimizer, schedule in ((self.optimizer, self.schedule), (self.all["optimizer"], self.all["schedule"])):
+            optimizer.step()
+            schedule.step()
+        self.all["epoch"] += 1
+        self.layer.seen += 1
+        self.center += 1
+        self.meter["best"] += 1
+        self.scale.data += 1
+        rates = [self.optimizer.param_groups[0]["lr"], self.all["schedule"].get_last_lr()[0]]
+        counts = [self.all["epoch"], self.layer.seen, self.center, self.meter["best"], self.scale.detach()]
+        return [*rates, *map(float, (torch.as_tensor(count).max() for count in counts)), self.scale.requires_grad]
+
+
+def test_schedules_and_what_is_changed_in_its_place_go_on(tmp_path: Path, caplog):
+    one = TrainEngine(Scheduled()).build()
+    one.step()
+    one.save(tmp_path)
+    other = TrainEngine(Scheduled()).build()
+    other.load(tmp_path)
+    assert other.step() == one.step() == [[pytest.approx(0.1), 0.25, *[2.0] * 5, True]]
+    assert "leaves out" not in caplog.text
+
+
+class Unscheduled(Scheduled):
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        self.all = {"optimizer": torch.optim.SGD(self.parameters(), lr=1.0)}
+
+
+def test_a_state_with_other_schedules_is_refused(tmp_path: Path):
+    one, other = TrainEngine(Scheduled()).build(), TrainEngine(Unscheduled()).build()
+    one.save(tmp_path / "with")
+    other.save(tmp_path / "without")
+    with pytest.raises(CheckpointError, match=r"the schedules \['schedule'\], the module \[\]"):
+        other.load(tmp_path / "with")
+    with pytest.raises(CheckpointError, match=r"the schedules \[\], the module \['schedule'\]"):
+        one.load(tmp_path / "without")
+
+
 class Phases(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     """Trains its layers, then freezes them; later also what was frozen at first."""
 
