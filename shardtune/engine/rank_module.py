@@ -33,7 +33,7 @@ from shardtune.engine.nn import (
     set_rank_context,
     unwrapped,
 )
-from shardtune.engine.offload import Memory
+from shardtune.engine.offload import Memory, optimizers_of
 from shardtune.engine.pickling import detached
 from shardtune.engine.push import Facts, Form, Names, Receiver, copy_parts, facts_of, forms_of, names_between, stream
 from shardtune.engine.sequence_parallel import SequenceForward
@@ -152,6 +152,7 @@ class RankModule:
         with self._as_printed(), self._weights.method("on_weights_materialized", self._compute):
             self._module.on_weights_materialized()
         self._adopt_added()
+        self._check_optimized("on_weights_materialized")
         self._trained = trained_names(self._module, self._weights)  # grows: what is frozen later is saved all the same
         self._weights.copy_masters_to_model()
 
@@ -210,6 +211,21 @@ class RankModule:
                 where=f"{self.name}.{method}",
                 remedy="make them in on_weights_materialized, or in __init__",
             )
+
+    def _check_optimized(self, method: str) -> None:
+        """Refuse optimizers of the module with tensors that are not its parameters: their gradients are not summed over
+        ranks."""
+        own = {id(parameter) for parameter in self._weights.parameters.values()}
+        for name, optimizer in optimizers_of(self._module).items():
+            for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+                if id(tensor) not in own:
+                    raise ModelError(
+                        f"self.{name} trains a tensor {list(tensor.shape)} that is no parameter of the module: its "
+                        "gradient would be that of each rank's own rows, and nothing saves it",
+                        where=f"{self.name}.{method}",
+                        remedy="make it one in __init__ or on_weights_materialized: self.log_alpha = "
+                        "torch.nn.Parameter(…), self.critics = torch.nn.ModuleList([…])",
+                    )
 
     def _sequence_forward(self) -> SequenceForward | None:
         if self._ranks.layout.sequence == 1:
@@ -296,6 +312,7 @@ class RankModule:
         finally:
             self._weights.copy_masters_to_model()  # changes of the weights take effect in the next forward
         self._check_none_added(name)
+        self._check_optimized(name)
         return None if part.idle else value
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:

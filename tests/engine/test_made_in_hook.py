@@ -72,6 +72,10 @@ class Critic(Steps, nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         loss = self(torch.tensor(rows)).logits.mean()
         torch.autograd.grad(loss, list(self.parameters()))
 
+    def other_optimizer(self) -> None:
+        self.critics = [torch.nn.Linear(2, 3)]
+        self.second = torch.optim.SGD([*self.parameters(), *self.critics[0].parameters()])
+
     def second_order(self, rows: list[list[int]]) -> None:
         parameters = list(self.parameters())
         torch.autograd.grad(self(torch.tensor(rows)).logits.mean(), parameters, create_graph=True)
@@ -142,6 +146,8 @@ def test_what_gradients_and_parameters_cannot_be_is_refused(model: Path, two_ran
             engine.second_order(ROWS)
         with pytest.raises(ModelError, match=r"late has made the parameters other.weight, other.bias after"):
             engine.late()
+    with pytest.raises(ModelError, match=r"self.second trains a tensor \[3, 2\] that is no parameter"):
+        TrainEngine(critic(model)).build().other_optimizer()
 
 
 class Replacing(Critic):
