@@ -19,6 +19,7 @@ from shardtune.config.rank_layout import Layout
 from shardtune.engine.attributes import Attributes
 from shardtune.engine.checkpoint import is_saved_state, load_state, save_state, trained_names
 from shardtune.engine.cuda_alias import PrintedDevice
+from shardtune.engine.frozen_weights import FrozenWeights
 from shardtune.engine.full_state import full_state, is_weight_directory, load_directory, save_directory
 from shardtune.engine.generation import let_generate
 from shardtune.engine.gradients import Gradients
@@ -155,6 +156,7 @@ class RankModule:
         self._check_optimized("on_weights_materialized")
         self._trained = trained_names(self._module, self._weights)  # grows: what is frozen later is saved all the same
         self._weights.copy_masters_to_model()
+        self._frozen = FrozenWeights(self._weights, ranks, self._trained)
 
     def _reach(self, *_: object) -> None:
         """Reach a place at which the ranks may leave a call."""
@@ -373,13 +375,14 @@ class RankModule:
 
     def save(self, folder: str) -> None:
         self._prepare_to_read()
-        self._trained |= trained_names(self._module, self._weights)
+        self._trained |= trained_names(self._module, self._weights) | self._frozen.changed()
         save_state(Path(folder), self._module, self._weights, self._attributes, self._trained)
 
     def load(self, folder: str) -> None:
         self.wake()
         if is_saved_state(Path(folder)) or not is_weight_directory(Path(folder)):
-            now = self._trained | trained_names(self._module, self._weights)
+            changed = self._frozen.changed()
+            now = self._trained | trained_names(self._module, self._weights) | changed
             self._trained = now | load_state(Path(folder), self._module, self._weights, self._attributes, now)
         else:
             load_directory(self._module, self._weights, Path(folder))

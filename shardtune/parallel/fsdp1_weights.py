@@ -41,6 +41,7 @@ from shardtune.parallel.torch_private import (
     flat_parameter,
     free_gathered,
     in_backward,
+    reduce_left_gradient,
     reduces_gradients,
     sum_gradients,
     without_modes,
@@ -224,6 +225,9 @@ class FlatWeights(Weights):
             self._sync_gradients()
 
     def _sync_gradients(self) -> None:
+        for shell in self._flattened.wrapped:
+            if _trained(shell) is not None and reduces_gradients(shell):
+                reduce_left_gradient(shell)
         self._quiet.close()
         names = [name for name in self._pieces if self.parameters[name].requires_grad]
         for name in self._pieces.keys() - names:  # frozen since: FSDP1 computes gradients of all that it has joined

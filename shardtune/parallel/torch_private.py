@@ -28,6 +28,8 @@ try:
     from torch.autograd.graph import _engine_run_backward
     from torch.distributed.distributed_c10d import _get_default_store, _world
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy
+    from torch.distributed.fsdp._common_utils import HandleTrainingState
+    from torch.distributed.fsdp._common_utils import TrainingState as FlatTrainingState
     from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
         DefaultAllGather,
@@ -36,6 +38,7 @@ try:
     )
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor, is_bw
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.fsdp._runtime_utils import _reduce_grad
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -664,6 +667,27 @@ def sum_gradients(wrapped: FullyShardedDataParallel) -> None:
 def reduces_gradients(wrapped: FullyShardedDataParallel) -> bool:
     """Whether this backward pass reduces gradients over ranks, that is, is not inside `no_sync`."""
     return wrapped._sync_gradients
+
+
+def reduce_left_gradient(wrapped: FullyShardedDataParallel) -> None:
+    """Reduce a unit's gradient over ranks, if a backward pass has left it whole.
+
+    FSDP1 reduces it at the end of the first forward since the last pass. In half precision each forward accumulates by
+    itself, so a pass without that one (its output is dropped, or detached) does not come by there.
+    """
+    handle = wrapped._handle
+    flat = None if handle is None else handle.flat_param
+    if handle is None or flat is None or flat.grad is None or flat.grad.numel() == flat.numel():
+        return
+    flat.grad.data = flat.grad.to(handle._reduce_dtype)
+    before = wrapped.training_state, handle._training_state
+    wrapped.training_state = FlatTrainingState.FORWARD_BACKWARD
+    handle._training_state = HandleTrainingState.BACKWARD_POST
+    try:
+        _reduce_grad(wrapped, handle)
+    finally:
+        wrapped.training_state, handle._training_state = before
+    handle.prepare_gradient_for_optim()
 
 
 def drop_unreduced_gradient(flat: FlatParameter) -> None:

@@ -130,6 +130,33 @@ def test_parts_and_weights_in_methods(model: Path, two_ranks: TrainEngine, execu
     assert min(each) > 0
 
 
+class Dropping(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    """Forwards whose outputs a backward pass does not come by."""
+
+    def on_weights_materialized(self) -> None:
+        """Trained."""
+
+    def norms(self, input_ids: list[list[int]]) -> list[float]:
+        ids, found = torch.tensor(input_ids), []
+        for _ in range(2):
+            reference = self(ids).logits.detach()
+            logits = self(ids).logits
+            (logits - reference + 1).square().mean().backward()
+            self(ids).logits.float().logsumexp(-1).mean().backward()
+            found.append(self.clip_grad_norm_(100.0))
+        return found
+
+
+def test_forwards_without_a_backward_pass_take_no_gradients(model: Path, two_ranks: TrainEngine) -> None:
+    found = []
+    for executor in ("fsdp2", "fsdp1"):
+        engine: Any = TrainEngine(make(model, Dropping), executor, precision="bf16")
+        with engine.build(colocate_with=two_ranks, take_turns=False):
+            found.append(engine.norms(NeedParallel(SAMPLES[:4]))[0])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[0][1] == pytest.approx(2 * found[0][0], rel=1e-2)
+
+
 class Printing(LogitsProcessor):
     """A user's part of generating, with a printed device."""
 

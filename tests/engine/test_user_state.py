@@ -151,6 +151,31 @@ class Unscheduled(Scheduled):
         self.all = {"optimizer": torch.optim.SGD(self.parameters(), lr=1.0)}
 
 
+class Averaging(Unscheduled):
+    """Has frozen weights that a method changes, as a target network's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def average(self) -> None:
+        self.target.weight.data.lerp_(self.layer.weight, 0.5)
+
+
+def test_frozen_weights_that_a_method_has_changed_are_saved(tmp_path: Path):
+    made = Averaging()
+    one, other = TrainEngine(made).build(), TrainEngine(made).build()
+    one.save(tmp_path / "first")
+    one.average()
+    one.save(tmp_path / "state")
+    other.load(tmp_path / "state")
+    wanted, found = dict(one.named_tensors()), dict(other.named_tensors())
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert not torch.equal(found["target.weight"], made.target.weight)
+    with pytest.raises(CheckpointError, match=r"1 not in it: target.weight"):  # where it would stay as it is now
+        one.load(tmp_path / "first")
+
+
 def test_a_state_with_other_schedules_is_refused(tmp_path: Path):
     one, other = TrainEngine(Scheduled()).build(), TrainEngine(Unscheduled()).build()
     one.save(tmp_path / "with")
