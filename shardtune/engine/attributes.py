@@ -64,7 +64,8 @@ class Attributes:
         self._states: list[tuple[_Stateful, dict[str, Any]]] = []
 
     def _own(self) -> dict[str, object]:
-        return {**extra_states(self._module)} | {
+        found: dict[str, object] = dict(extra_states(self._module))
+        found |= {
             name: value
             for name, value in vars(self._module).items()
             if name not in self._torch
@@ -73,6 +74,7 @@ class Attributes:
             and not (inspect.isroutine(value) or inspect.isclass(value))
             and self._is_changed(name, value)
         }
+        return found
 
     def _is_changed(self, name: str, value: object) -> bool:
         if name in self._values:

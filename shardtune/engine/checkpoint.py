@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -44,11 +44,12 @@ def save_state(
         trained: names of the parameters that are trained, or have been.
     """
     save_tensors(folder / MODEL, _kept(weights, trained))
-    described: dict[str, dict[str, object]] = {"optimizers": {}, "schedules": {}}
+    described: dict[str, Mapping[str, object]] = {}
+    optimizers: dict[str, object] = {}
     for name, optimizer in optimizers_of(module).items():
-        moments, described["optimizers"][name] = optimizer_tensors(optimizer, _names(weights), weights)
+        moments, optimizers[name] = optimizer_tensors(optimizer, _names(weights), weights)
         save_tensors(folder / OPTIMIZERS / name, moments)
-    described["schedules"] = dict.fromkeys(_schedules(module))
+    described |= {"optimizers": optimizers, "schedules": dict.fromkeys(_schedules(module))}
     described["attributes"] = {**attributes.save(folder / ATTRIBUTES)}
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shardtune.errors import ModelError
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private import went_through_units
 
 Roots = torch.Tensor | GradientEdge | Sequence[torch.Tensor] | Sequence[GradientEdge]
 Grads = torch.Tensor | Sequence[torch.Tensor | None] | None
@@ -62,6 +63,8 @@ class Gradients:
             if inside or threading.get_ident() != thread:  # activation checkpointing calls it in a backward pass
                 plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
                 return
+            if create_graph:
+                self._check_first_order(tensors, "backward(create_graph=True)")
             self._reach()
             inside = self.passed = True
             try:
@@ -96,7 +99,12 @@ class Gradients:
         for parameter in apart:
             parameter.grad = None
         self._weights.begin_backward()
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if self._ranks.mesh is not None and "storage of size 0" in str(error):
+                raise _freed() from error
+            raise
         self._weights.sync_replicated_gradients()
         self._weights.watch_buffers()
         for parameter, before in zip(apart, held, strict=True):
@@ -148,6 +156,8 @@ class Gradients:
                 remedy="take the list before the forward: parameters = list(self.parameters())",
             )
         if not any(id(tensor) in own for tensor in wanted):
+            if create_graph:
+                self._check_first_order(outputs, "torch.autograd.grad(…, create_graph=True)")
             return torch.autograd.grad(
                 outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused,
                 is_grads_batched, materialize_grads,
@@ -177,6 +187,16 @@ class Gradients:
         if materialize_grads:
             return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True))
         return found
+
+    def _check_first_order(self, outputs: Roots, where: str) -> None:
+        """Refuse a graph of gradients that would need the weights of units a second time, when they have been freed."""
+        if self._ranks.mesh is not None and went_through_units(_listed(outputs)):
+            raise ModelError(
+                "gradients of gradients need the module's weights in a second backward pass, and sharding frees them "
+                "in the first",
+                where=where,
+                remedy="compute such a penalty on one rank (data_parallel_size=1), or from differences of two forwards",
+            )
 
     def discard(self) -> None:
         """Forget all gradients, if there was a backward pass: what they hold is neither old nor new."""
@@ -229,14 +249,23 @@ class _GradCalls(TorchFunctionMode):
         return (self._instead if func is torch.autograd.grad else func)(*args, **(kwargs or {}))
 
 
+def _freed() -> ModelError:
+    return ModelError(
+        "a second backward pass through one forward needs weights that have been freed after the first",
+        where="backward()",
+        remedy='add up the losses and call backward() once, or use executor="fsdp2", with which a pass with '
+        "retain_graph=True keeps them",
+    )
+
+
 def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.clone()  # FSDP1 adds to the memory of them all
 
 
-def _listed(tensors: Inputs | None) -> list[torch.Tensor]:
+def _listed(tensors: Any) -> list[Any]:
     if tensors is None:
         return []
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [tensors] if isinstance(tensors, torch.Tensor | GradientEdge) else list(tensors)
 
 
 def one_by_one_if_mixed(group: dict[str, Any]) -> None:

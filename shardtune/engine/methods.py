@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardtune.config.user_code import names_in
 from shardtune.engine import nn as modules
 from shardtune.engine.nn import BaseTrainModule
 from shardtune.errors import ModelError
@@ -20,6 +21,11 @@ HOOKS = frozenset(
     if not name.startswith("_")
 )
 """Names of hooks and helpers, which are not callable methods."""
+OVERRIDDEN = (
+    *("on_weights_materialized", "materialization_source", "non_split_modules", "tensor_plan"),
+    *("preprocess_input_named_parameters", "postprocess_output_named_parameters"),
+)
+"""Those that a class may have its own of."""
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 WEIGHTS = "weights"
 """The parameter of a method that receives the weights of its samples."""
@@ -77,8 +83,9 @@ def read_methods(kind: type[BaseTrainModule], taken: Collection[str]) -> dict[st
         taken: names of the engine's methods.
 
     Raises:
-        ModelError: a method has the name of an engine method.
+        ModelError: a method has the name of an engine method, or all but the name of a hook.
     """
+    _check_hooks(own_classes(kind))
     found: dict[str, Method] = {}
     for owner in own_classes(kind):
         for name, value in vars(owner).items():
@@ -95,6 +102,21 @@ def read_methods(kind: type[BaseTrainModule], taken: Collection[str]) -> dict[st
     if kind.forward is not nn.Module.forward:
         found["forward"] = Method("forward", _signature(kind.forward, bound=True))
     return found
+
+
+def _check_hooks(classes: Sequence[type]) -> None:
+    """Refuse misspelt names of hooks, which nothing would ever call, unless another method of the classes uses them."""
+    members = [value for owner in classes for value in vars(owner).values()]
+    for owner in classes:
+        free = [name for name in OVERRIDDEN if name not in vars(owner)]
+        for name, value in vars(owner).items():
+            near = [] if name in OVERRIDDEN else difflib.get_close_matches(name, free, n=1, cutoff=0.85)
+            if near and not any(name in names_in(other) for other in members if other is not value):
+                raise ModelError(
+                    f"{owner.__name__}.{name} is no hook, so that it would never be called",
+                    where=f"class {owner.__name__}",
+                    remedy=f"did you mean {near[0]}? A method of that purpose gets another name",
+                )
 
 
 def no_method(kind: type, name: str, methods: Mapping[str, Method]) -> AttributeError:

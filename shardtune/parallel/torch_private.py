@@ -7,7 +7,7 @@ torch is checked against this file alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import requires
@@ -25,7 +25,7 @@ try:
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
-    from torch.autograd.graph import _engine_run_backward
+    from torch.autograd.graph import GradientEdge, _engine_run_backward
     from torch.distributed.distributed_c10d import _get_default_store, _world
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy
     from torch.distributed.fsdp._common_utils import HandleTrainingState
@@ -37,6 +37,7 @@ try:
         DefaultReduceScatter,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor, is_bw
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.fsdp._runtime_utils import _reduce_grad
     from torch.distributed.tensor import DTensor
@@ -342,6 +343,31 @@ def without_modes(*kinds: type) -> Iterator[None]:
     finally:
         for mode in reversed(popped):
             _push_mode(mode)
+
+
+def went_through_units(roots: Iterable[torch.Tensor | GradientEdge]) -> bool:
+    """Whether tensors have been computed by sharded units, whose weights are freed after a backward pass.
+
+    FSDP2 puts a node of its own before each unit that a gradient comes back through. FSDP1 has none; what it has joined
+    is found where its gradient is accumulated, so not if all of a unit is frozen.
+    """
+    waiting = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    seen: set[object] = set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, RegisterPostBackwardFunction._backward_cls):
+            return True
+        if node.name() == ACCUMULATES and isinstance(node.variable, FlatParameter):
+            return True
+        waiting += [before for before, _ in node.next_functions]
+    return False
+
+
+ACCUMULATES = "torch::autograd::AccumulateGrad"
+"""The name of the node at a leaf of autograd's graph."""
 
 
 def backward(

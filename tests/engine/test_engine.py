@@ -71,7 +71,14 @@ class Clashing(Trained):
         """The engine has one."""
 
 
+class Misspelt(Trained):
+    def on_weight_materialized(self) -> None:
+        """Nothing would call it."""
+
+
 def test_a_method_of_the_engines_name_is_refused(model: Path):
+    with pytest.raises(ModelError, match=r"Misspelt\.on_weight_materialized is no hook.*\n.*\n.*on_weights_mat"):
+        TrainEngine(make(model, Misspelt))
     with pytest.raises(ModelError, match=r"Clashing\.save has the name of a method of the engine's"):
         TrainEngine(make(model, Clashing))
 

@@ -80,6 +80,22 @@ class Critic(Steps, nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         parameters = list(self.parameters())
         torch.autograd.grad(self(torch.tensor(rows)).logits.mean(), parameters, create_graph=True)
 
+    def penalty(self, rows: list[list[int]]) -> None:
+        states = self.get_input_embeddings()(torch.tensor(rows)).detach().requires_grad_()
+        loss = self(inputs_embeds=states).logits.square().mean()
+        torch.autograd.grad(loss, states, create_graph=True)
+
+    def once(self, rows: list[list[int]]) -> float:
+        self.zero_grad()
+        self(torch.tensor(rows)).logits.square().mean().backward()
+        return self.clip_grad_norm_(1e9)
+
+    def twice(self, rows: list[list[int]]) -> float:
+        loss = self(torch.tensor(rows)).logits.square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return self.clip_grad_norm_(1e9)
+
     def buffer(self) -> torch.Tensor:
         return self.v_head.get_buffer("scale")
 
@@ -144,6 +160,8 @@ def test_what_gradients_and_parameters_cannot_be_is_refused(model: Path, two_ran
             engine.too_late(ROWS)
         with pytest.raises(ModelError, match="leave out create_graph"):
             engine.second_order(ROWS)
+        with pytest.raises(ModelError, match=r"gradients of gradients need the module's weights"):
+            engine.penalty(ROWS)
         with pytest.raises(ModelError, match=r"late has made the parameters other.weight, other.bias after"):
             engine.late()
     with pytest.raises(ModelError, match=r"self.second trains a tensor \[3, 2\] that is no parameter"):
@@ -155,7 +173,12 @@ class Replacing(Critic):
         self.lm_head = torch.nn.Linear(32, 64, bias=False).double()
 
 
-def test_fsdp1_refuses_another_parameter_in_the_place_of_one(model: Path, two_ranks: TrainEngine):
+def test_fsdp1_refuses_what_it_cannot_do(model: Path, two_ranks: TrainEngine):
+    with TrainEngine(critic(model), "fsdp1").build(colocate_with=two_ranks, take_turns=False) as engine:
+        with pytest.raises(ModelError, match=r"gradients of gradients need the module's weights"):
+            engine.penalty(ROWS)
+        with pytest.raises(ModelError, match=r"a second backward pass through one forward needs weights"):
+            engine.twice(ROWS)
     with shardtune.init_empty_weights():
         module = Replacing.from_pretrained(model)
     with pytest.raises(ModelError, match=r"FSDP1 has joined lm_head.weight with other parameters"):
