@@ -39,7 +39,7 @@ def predict(
         worker: ready to evaluate.
         rows: a file, or rows in memory; they need no targets. A row that `data.transform` drops has no prediction.
         prepared: the rows are as `data.transform` returns them, with the names known here.
-        report: receives a line about the rows that are dropped.
+        report: receives a line about the rows that are dropped, and one about columns that have no part in predictions.
 
     Raises:
         ConfigError: the model is of no task by name.
@@ -74,7 +74,7 @@ def _encoded(
     assert isinstance(worker.adapter, TextTask)
     spec = str(rows) if isinstance(rows, str | Path) else [dict(row) for row in rows]
     data = worker.recipe.data.model_copy(update={"transform": None, "columns": {}})
-    dropped = 0
+    dropped, unread = 0, dict[str, None]()
     for source in resolve_sources(spec, data, purpose="eval", name_format=lambda row: "rows", report=silent):
         for file in source.files:
             for number, row in source.rows(file):
@@ -85,11 +85,14 @@ def _encoded(
                     prepared = reading.read(row, where)
                     if prepared is not None:
                         yield prepared, *_sample(worker.adapter, prepared)
+                        unread |= dict.fromkeys(worker.adapter.without_part(prepared))
                 except RowError as error:
                     raise DataError(error.reason, where=where, remedy="mend the row, or take it out") from error
                 dropped += prepared is None
     if dropped:
         report(dropped_note(dropped))
+    if unread:
+        report(f"columns that are not read for predictions: {', '.join(map(str, unread))}")
 
 
 def _sample(adapter: TextTask, row: Row) -> tuple[Sample, bool]:

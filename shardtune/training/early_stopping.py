@@ -62,8 +62,16 @@ class Watch:
 
     def describe(self) -> str:
         """Why it stops, in one line."""
-        best = "" if self.best is None else f"; the best, {self.best:.6g}, was at step {self.best_step:,}"
+        best = ", in which it was NaN"
+        if self.best is not None:
+            best = f"; the best, {self.best:.6g}, was at step {self.best_step:,}"
         return f"{self.monitor} has not improved in {self.bad:,} evaluations{best} (runner.early_stop)"
+
+    def without_best(self) -> str:
+        """That there is no best checkpoint, as the metric was never a number; "" where there is one."""
+        if self.best is not None or not self.bad:
+            return ""
+        return f"there is no best checkpoint: {self.monitor} was NaN in each evaluation (runner.best)"
 
     def forget(self) -> None:
         """Reset: the best checkpoint no longer exists."""

@@ -273,6 +273,9 @@ class SFTRunner:
         self.ended = self._why_ended()
         left_out = position.anomalies.describe()
         self._observer.log(f"ended after step {model.step:,}: {self.ended}{left_out and f'; {left_out}'}")
+        without_best = "" if self._watches.best is None else self._watches.best.without_best()
+        if without_best:
+            self._observer.log(without_best)
         if not model.step and position.skipped_steps:
             raise ModelError(
                 f"nothing was trained: all {position.skipped_steps} steps were passed over, "

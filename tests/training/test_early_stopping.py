@@ -26,7 +26,13 @@ def test_the_best_is_strictly_better(mode: str, values: list[float], best: list[
 def test_less_than_min_delta_is_no_improvement_and_nan_never_is() -> None:
     watch = Watch("x", "min", min_delta=0.1)
     assert [watch.update(value, 0) for value in (1.0, 0.95, math.nan, 0.89)] == [True, False, False, True]
-    assert Watch("x", "max").update(math.nan, 0) is False
+    never = Watch("x", "max")
+    assert never.without_best() == ""
+    assert never.update(math.nan, 0) is False
+    assert never.without_best() == "there is no best checkpoint: x was NaN in each evaluation (runner.best)"
+    assert never.describe() == "x has not improved in 1 evaluations, in which it was NaN (runner.early_stop)"
+    assert never.update(0.0, 1)
+    assert never.without_best() == ""
 
 
 def test_patience_counts_measurements_without_improvement() -> None:

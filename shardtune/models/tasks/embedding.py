@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.config import Recipe
 from shardtune.data.encoder import Row, RowError
+from shardtune.data.row_formats import present
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import TERM, Losses, WholeStepAdapter, WholeStepRoot
 from shardtune.models.mixed_precision import compute_in
@@ -55,6 +56,8 @@ from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 
 AT = (1, 5, 10)
 """The k of recall@k."""
+EMBEDDED = (*TEXT, *POSITIVE)
+"""The columns of a text that is predicted as a document."""
 CORRELATIONS = ("spearman", "pearson")
 FULL = "full"
 DEFAULTS = {"pooling": "mean", "normalize": True, "query_prompt": "", "document_prompt": ""}
@@ -267,10 +270,15 @@ class Embedding(WholeStepAdapter, TextTask):
     def no_target(self, row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
+    def without_part(self, row: Row) -> Sequence[str]:
+        """All but the one text that a prediction is of."""
+        read = (column_of(row, QUERY if has(row, QUERY) else EMBEDDED), column_of(row, SCORE))
+        return [name for name, value in present(row).items() if value is not None and name not in read]
+
     def encode_input(self, row: Row) -> Sample:
         """One text: a query, or under any other name a document."""
         is_query = has(row, QUERY)
-        text = text_of(row, QUERY if is_query else (*TEXT, *POSITIVE), "the text", "{query} or {text}")
+        text = text_of(row, QUERY if is_query else EMBEDDED, "the text", "{query} or {text}")
         prompt = self.options.query_prompt if is_query else self.options.document_prompt
         ids, nothing = self._ids(prompt + text), np.full((0, 1), PADDED, np.int32)
         return self._sample({"query": ids, "positive": ids[:0], "negatives": nothing})

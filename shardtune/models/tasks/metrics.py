@@ -20,7 +20,8 @@ F1_NAMES = ("precision_macro", "recall_macro", "f1_macro", "f1_weighted")
 def f1_scores(targets: Any, guesses: Any, labels: int) -> dict[str, float]:
     """Precision, recall and F1, each the mean over classes (`_macro`), and F1 weighted by their frequency.
 
-    With two classes also `f1`, that of the second one.
+    As by scikit-learn, a class that neither targets nor guesses have is not in the means. With two classes also `f1`,
+    that of the second one.
 
     Args:
         targets, guesses: the numbers of classes, one per row; for several labels per row 0 or 1 [rows, labels].
@@ -28,14 +29,14 @@ def f1_scores(targets: Any, guesses: Any, labels: int) -> dict[str, float]:
     """
     from sklearn.metrics import precision_recall_fscore_support
 
-    settings: dict[str, Any] = {"labels": range(labels), "zero_division": 0.0}
+    settings: dict[str, Any] = {"zero_division": 0.0}
     precision, recall, f1, _ = precision_recall_fscore_support(targets, guesses, average="macro", **settings)
     weighted = precision_recall_fscore_support(targets, guesses, average="weighted", **settings)[2]
     values = (precision, recall, f1, weighted)
     found = {name: float(value) for name, value in zip(F1_NAMES, values, strict=True)}
     if labels == 2:
-        each = precision_recall_fscore_support(targets, guesses, average=None, **settings)[2]
-        found["f1"] = float(np.asarray(each)[1])
+        each = precision_recall_fscore_support(targets, guesses, average=None, labels=[1], **settings)[2]
+        found["f1"] = float(np.asarray(each)[0])
     return found
 
 
@@ -61,15 +62,30 @@ def rouge(references: Sequence[str], answers: Sequence[str]) -> dict[str, float]
     return {name: float(np.mean([score[name].fmeasure for score in scores])) for name in names}
 
 
-def ranking(ranks: Sequence[int], at: Sequence[int]) -> dict[str, float]:
+def ranking(ranks: Sequence[float], at: Sequence[int]) -> dict[str, float]:
     """The mean reciprocal rank, and the share of queries whose first right answer is among the first k.
 
     Args:
-        ranks: of the first right answer of each query, from 1.
+        ranks: of the first right answer of each query, from 1; of equal scores as `place_among_equal` has it. With one
+            that is NaN all metrics are.
         at: the values of k.
     """
     places = np.asarray(ranks, np.float64)
-    return {"mrr": float((1 / places).mean()), **{f"recall_at_{k}": float((places <= k).mean()) for k in at}}
+    shares = {f"recall_at_{k}": np.where(np.isnan(places), np.nan, places <= k).mean() for k in at}
+    return {"mrr": float((1 / places).mean()), **{name: float(share) for name, share in shares.items()}}
+
+
+def place_among_equal(higher: int, wrong: int, right: int) -> float:
+    """The mean place of the first right answer, from 1, over all orders of those with its score.
+
+    A model that scores all answers alike has found none. Worked example: two answers with a higher score, then two
+    wrong ones with that of the only right one have the mean of places 3, 4 and 5: 4.
+
+    Args:
+        higher: answers with a higher score.
+        wrong, right: wrong and right ones with the same score; of right ones at least one.
+    """
+    return 1 + higher + wrong / (right + 1)
 
 
 Span = tuple[str, int, int]

@@ -6,8 +6,9 @@ document is to be scored above all others of the row.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -34,7 +35,7 @@ from shardtune.models.tasks.columns import (
     value_of,
 )
 from shardtune.models.tasks.encoder import PADDED
-from shardtune.models.tasks.metrics import correlations, installed, ranking
+from shardtune.models.tasks.metrics import correlations, installed, place_among_equal, ranking
 from shardtune.models.tasks.retrieval import text_number
 from shardtune.models.tasks.task import PARTS, Outputs, Record, TextTask
 
@@ -151,7 +152,8 @@ class Reranker(TextTask):
     def set_metrics(self, records: Sequence[Record]) -> dict[str, float]:
         """Documents of one query belong together, in whatever rows they are; a query without a right one, or with one
         document, has no part in `mrr` and recall, which are NaN where all are like that. A document that a query has
-        several times is one, right if it is so once; its scores differ by rounding, and the first one is used."""
+        several times is one, right if it is so once; its scores differ by rounding, and the first one is used. Of
+        documents with equal scores it is the mean place."""
         found: defaultdict[int, dict[tuple[int, ...], float]] = defaultdict(dict)
         right: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
         pairs = []
@@ -163,8 +165,7 @@ class Reranker(TextTask):
         ranks = []
         for query, documents in found.items():
             if right[query] and len(documents) > 1:
-                best = max(documents[ids] for ids in right[query])
-                ranks.append(1 + sum(score > best for score in documents.values()))
+                ranks.append(_place(documents, right[query]))
         accuracy = sum((score > 0) == (label > 0.5) for score, label in pairs) / len(pairs)
         places = ranking(ranks, AT) if ranks else dict.fromkeys(("mrr", *(f"recall_at_{k}" for k in AT)), float("nan"))
         metrics = {"accuracy": accuracy, **places}
@@ -182,3 +183,12 @@ class Reranker(TextTask):
             {"query": "a word " * (1 + number % 3), "positive": "a word", "negatives": ["word"] * (1 + number % 2)}
             for number in range(8)
         ]
+
+
+def _place(documents: Mapping[tuple[int, ...], float], right: Collection[tuple[int, ...]]) -> float:
+    """The place of the first right document of a query by its score; NaN where one of the scores is."""
+    if any(math.isnan(score) for score in documents.values()):
+        return math.nan
+    best = max(documents[ids] for ids in right)
+    equal = [ids in right for ids, score in documents.items() if score == best]
+    return place_among_equal(sum(score > best for score in documents.values()), equal.count(False), equal.count(True))

@@ -165,6 +165,10 @@ class TextTask(Adapter):
         read = self.columns(row)
         return [name for name, value in present(row).items() if value is not None and name not in read]
 
+    def without_part(self, row: Row) -> Sequence[str]:
+        """The columns of a row that have a value, are no targets and have no part in its prediction."""
+        return self.unread(row)
+
     @abstractmethod
     def encode_text(self, row: Row) -> dict[str, Any]:
         """The fields of what the model reads."""

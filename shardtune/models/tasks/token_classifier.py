@@ -75,6 +75,10 @@ class TokenClassifier(Classifier):
         words = self._words(row)
         return {"labels": [IGNORED if place is None else place for place in self._firsts(words)], "words": len(words)}
 
+    def without_part(self, row: Row) -> Sequence[str]:
+        read = None if has(row, WORDS) else column_of(row, TEXT)
+        return [name for name in super().without_part(row) if name != read]
+
     def encode_input(self, row: Row) -> Sample:
         """A row without labels; of a text the words are what stands between blanks."""
         is_text = not has(row, WORDS) and has(row, TEXT)

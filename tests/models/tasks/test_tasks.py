@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from sklearn.metrics import f1_score
 from tokenizers import normalizers
 from transformers import (
     AutoModelForSequenceClassification,
@@ -36,8 +37,9 @@ from shardtune.errors import ConfigError, DataError
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.tasks import sentence_transformers_files
 from shardtune.models.tasks.encoder import Cut, parts_of, require_tokens, shortened
-from shardtune.models.tasks.metrics import entity_scores, f1_scores, spans
+from shardtune.models.tasks.metrics import F1_NAMES, entity_scores, f1_scores, ranking, spans
 from shardtune.models.tasks.names import CLASSES
+from shardtune.models.tasks.retrieval import ranks_of_right
 from shardtune.models.tasks.seq2seq import Draws
 from shardtune.models.tasks.task import TextTask
 from shardtune.parallel.meta_init import init_empty_weights
@@ -165,6 +167,25 @@ def test_the_first_lines_name_the_columns_that_are_read(folder: Path):
     task = task_of(recipe(folder, "sequence_classifier", [row], "columns", options={"labels": ["no", "yes"]}))
     assert task.encoder(with_prompts=False).title(row) == "question + sentence + label (not read: idx)"
     assert task.encode(row).fields["input_ids"].tolist().count(3) == 2  # the ends of two texts
+
+
+def test_columns_without_a_part_in_predictions_are_named(folder: Path, adapted: shardtune.Run):
+    cases: list[tuple[str, dict[str, Any], list[str]]] = [
+        ("sequence_classifier", {"text": "who", "text_b": "a cat", "label": 1, "note": None}, ["text_b"]),
+        ("regression", {"sentence1": "who", "sentence2": "a cat", "id": 4}, ["id"]),
+        ("token_classifier", {"text": "a cat", "id": 4}, ["id"]),
+        ("token_classifier", {"text": "a cat", "tokens": ["a"], "ner_tags": ["O"]}, ["text"]),
+        ("embedding", {"query": "who", "positive": "a cat", "score": 0.5}, ["positive"]),
+        ("embedding", {"text": "who", "title": "a cat"}, ["title"]),
+        ("reranker", {"query": "who", "text": "a cat", "document": "a dog"}, ["text"]),
+        ("seq2seq", {"source": "who", "target": "a cat", "hint": "no"}, ["hint"]),
+    ]
+    for task, row, expected in cases:
+        assert list(task_of(recipe(folder, task, rows(task, 2), "part")).without_part(row)) == expected
+    said: list[str] = []
+    given = [{"text": "red cat", "text_b": "a dog"}, {"text": "red", "more": 1}]
+    assert len([*adapted.predictions(given, prepared=True, report=said.append)]) == 2
+    assert said == ["columns that are not read for predictions: text_b, more"]
 
 
 def test_columns_of_some_rows_that_are_not_read_are_named(folder: Path, tmp_path: Path):
@@ -407,6 +428,29 @@ def test_f1_of_two_classes_is_that_of_the_second():
     found = f1_scores(np.array([0, 1, 1, 1]), np.array([0, 1, 0, 0]), 2)
     assert found["f1"] == pytest.approx(0.5)
     assert found["f1_macro"] == pytest.approx((0.5 + 0.5) / 2)
+
+
+def test_a_class_that_is_nowhere_is_not_in_the_means():
+    targets, guesses = np.array([0, 0, 2]), np.array([0, 2, 2])
+    assert f1_scores(targets, guesses, 4)["f1_macro"] == pytest.approx(f1_score(targets, guesses, average="macro"))
+    assert f1_scores(np.zeros(3, int), np.zeros(3, int), 2) | {"f1": 1.0} == dict.fromkeys((*F1_NAMES, "f1"), 1.0)
+    assert f1_scores(np.zeros(3, int), np.zeros(3, int), 2)["f1"] == 0.0
+
+
+def test_equal_scores_find_nothing(folder: Path):
+    """A model that gives all documents the same score has the mean place, not the first; NaN is no place."""
+    same, own = np.ones((5, 3)), np.arange(3)
+    assert ranks_of_right(same[:3], same, own) == [3.0] * 3
+    apart = np.array([[2.0], [1], [1], [0]])
+    assert ranks_of_right(np.ones((3, 1)), apart, np.array([0, 2, 3])) == [1.0, 2.5, 4.0]
+    broken = ranking(ranks_of_right(same[:3] * np.nan, same, own), (1, 10))
+    assert np.isnan([*broken.values()]).all()
+    task = task_of(recipe(folder, "reranker", rows("reranker", 2), "equal"))
+    for scores, right, mrr in (([0.5] * 5, 1, 1 / 3), ([0.5] * 5, 2, 1 / 2), ([1, 0.5, 0.5, 0, 0], 1, 1.0)):
+        labels = [1.0] * right + [0.0] * (5 - right)
+        record = {"query": 1, "scores": scores, "labels": labels, "pairs": [(place,) for place in range(5)]}
+        assert task.set_metrics([record])["mrr"] == pytest.approx(mrr)
+    assert np.isnan(task.set_metrics([{**record, "scores": [np.nan] * 5}])["mrr"])
 
 
 def test_several_labels_for_a_text(folder: Path):
