@@ -24,11 +24,17 @@ class ObservationHistory:
         self._seen: list[Observation] = []
 
     def see(self, observation: Observation) -> Observation:
-        """The observation with those before it as `earlier`; at an episode's start the first one is repeated."""
+        """The observation with those before it as `earlier`; at an episode's start the first one is repeated.
+
+        Its arrays are copied where they are kept: a simulator or a camera may write the next frame into them.
+        """
         if self._steps == 1:
             return observation
-        known = self._seen or [observation] * (self._steps - 1)
-        self._seen = [*known[1:], observation]
+        images = {camera: np.array(image) for camera, image in observation["images"].items()}
+        state = None if observation["state"] is None else np.array(observation["state"])
+        kept: Observation = {**observation, "images": images, "state": state}
+        known = self._seen or [kept] * (self._steps - 1)
+        self._seen = [*known[1:], kept]
         return {**observation, "earlier": known}
 
 

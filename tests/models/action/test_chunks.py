@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardtune.errors import ConfigError, ModelError
-from shardtune.models.action.chunks import ActionChunks
+from shardtune.models.action.chunks import ActionChunks, ObservationHistory
 
 
 def taken(chunks: ActionChunks, predictions: list[np.ndarray]) -> np.ndarray:
@@ -49,3 +49,14 @@ def test_a_chunk_that_is_too_short_or_none_is_refused() -> None:
         ActionChunks(4).add(np.zeros((3, 2)))
     with pytest.raises(ModelError, match=r"actions of shape \[3\]"):
         ActionChunks().add(np.zeros(3))
+
+
+def test_earlier_observations_stay_as_they_were():
+    """Of a simulator, or a camera, that writes each frame into the same arrays."""
+    image, state = np.zeros((1, 1, 3), np.uint8), np.zeros(1, np.float32)
+    history, seen = ObservationHistory(3), []
+    for number in range(4):
+        image[:], state[:] = number, number
+        earlier = history.see({"images": {"eye": image}, "instruction": "go", "state": state})["earlier"]
+        seen.append([(int(one["images"]["eye"][0, 0, 0]), float(one["state"][0])) for one in earlier])
+    assert seen == [[(0, 0.0), (0, 0.0)], [(0, 0.0), (0, 0.0)], [(0, 0.0), (1, 1.0)], [(1, 1.0), (2, 2.0)]]
