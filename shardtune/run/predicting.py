@@ -21,6 +21,8 @@ from shardtune.training.worker.run_context import silent
 
 Encoded = tuple[Row, Sample, bool]
 """A row, as the model reads it, and whether it was cut."""
+WRITTEN = ("prediction", "truncated")
+"""Keys of each line; a row's own columns of these names are written with `given_` before them."""
 ROWS_AT_ONCE = 32
 """Rows of a forward, unless the recipe has `eval_micro_batch_size` or `micro_batch_size`."""
 
@@ -33,7 +35,7 @@ def predict(
     report: Callable[[str], None] = silent,
 ) -> Iterator[dict[str, Any]]:
     """For each row its columns and `prediction`, in order; and `truncated` where it was cut at `data.max_length` or at
-    the model's positions.
+    the model's positions. The row's own columns of these names are `given_prediction` and `given_truncated`.
 
     Args:
         worker: ready to evaluate.
@@ -109,4 +111,5 @@ def _predicted(worker: SFTWorker, rows: Sequence[Encoded]) -> Iterator[dict[str,
     assert isinstance(root, TaskRoot)
     batch = task.collate([sample for _, sample, _ in rows], range(len(rows)), {}).to(worker.device)
     for (row, _, is_cut), record in zip(rows, root.predict(batch), strict=True):
-        yield {**row, "prediction": task.prediction(record), **({"truncated": True} if is_cut else {})}
+        kept = {f"given_{name}" if name in WRITTEN else name: value for name, value in row.items()}
+        yield {**kept, "prediction": task.prediction(record), **({"truncated": True} if is_cut else {})}

@@ -183,9 +183,12 @@ def test_columns_without_a_part_in_predictions_are_named(folder: Path, adapted: 
     for task, row, expected in cases:
         assert list(task_of(recipe(folder, task, rows(task, 2), "part")).without_part(row)) == expected
     said: list[str] = []
-    given = [{"text": "red cat", "text_b": "a dog"}, {"text": "red", "more": 1}]
-    assert len([*adapted.predictions(given, prepared=True, report=said.append)]) == 2
-    assert said == ["columns that are not read for predictions: text_b, more"]
+    given = [{"text": "red cat", "text_b": "a dog"}, {"text": "red", "prediction": "bad", "truncated": True}]
+    _, found = adapted.predictions(given, prepared=True, report=said.append)
+    assert said == ["columns that are not read for predictions: text_b, prediction, truncated"]
+    assert (found["given_prediction"], found["given_truncated"]) == ("bad", True)
+    assert found["prediction"]["label"] in ("bad", "fine", "good")
+    assert "truncated" not in found
 
 
 def test_columns_of_some_rows_that_are_not_read_are_named(folder: Path, tmp_path: Path):
