@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -108,6 +109,8 @@ def generate(
         folder=file.parent if file else None,
         template_kwargs=[{**given, **question.template_kwargs} for question in questions],
     )
+    if os.environ.get("RANK", "0") != "0":
+        return
     for question, answer in zip(questions, answers, strict=True):
         typer.echo(answer_line(question, answer) if file else printable(answer))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -61,9 +62,12 @@ def predict(
     rows = file if file is not None else [{"text": one} for one in text or ()]
     data = source.recipe.data
     as_they_are = file is None and bool(data.transform or data.columns)
+    shown = os.environ.get("RANK", "0") == "0"
 
     def note(line: str) -> None:
-        typer.echo(f"predict: {line}", err=True)
+        if shown:
+            typer.echo(f"predict: {line}", err=True)
 
     for line in source.predictions(rows, checkpoint=checkpoint, prepared=prepared or as_they_are, report=note):
-        typer.echo(json.dumps(line, ensure_ascii=False, default=str))
+        if shown:
+            typer.echo(json.dumps(line, ensure_ascii=False, default=str))

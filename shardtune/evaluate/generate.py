@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shardtune.batch import Prompt
 from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.data.chat.reasoning import CLOSE
 from shardtune.errors import ConfigError
 from shardtune.launch.progress import GENERATION, PROGRESS
 from shardtune.models.adapter import LanguageRoot
@@ -225,7 +226,8 @@ class Matcher:
 
     Attributes:
         pattern: regular expression searched in answer and reference, of which the last match counts; group 1 (or the
-            whole match) is compared. None compares the whole texts.
+            whole match) is compared. None compares the whole texts, but without reasoning unless `match` is a function:
+            that of an answer is never the reference's to the letter, and a row's may stand beside its text.
         match: "exact", "numeric", or a function (answer, reference) -> bool.
     """
 
@@ -243,6 +245,8 @@ class Matcher:
 
     def correct(self, answer: str, reference: str) -> bool | None:
         """Whether an answer is right; None where the pattern does not match it."""
+        if self.pattern is None and not callable(self.match):
+            answer, reference = (text.rpartition(CLOSE)[2] for text in (answer, reference))
         got, expected = self.extract(answer), self.extract(reference)
         if got is None:
             return None

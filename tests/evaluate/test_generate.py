@@ -178,6 +178,10 @@ def matcher(pattern: str | None, match: str | Callable[[str, str], bool] = "exac
     [
         (matcher(None), " yes\n", "yes", True),
         (matcher(None), "yes, sir", "yes", False),
+        (matcher(None), "<think>\nno or yes\n</think>\n\nyes", "yes", True),  # of rows with reasoning_content
+        (matcher(None, "numeric"), "2 + 2\n</think>\n\n4", "<think>it is 4</think>4.0", True),
+        (matcher(None), "<think>\nyes", "yes", False),
+        (matcher(None, lambda got, wanted: got == f"<think>x</think>{wanted}"), "<think>x</think>y", "y", True),
         (matcher(r"#### (\S+)"), "so #### 4 no, #### 5", "it is #### 5", True),
         (matcher(r"#### (\S+)"), "five", "#### 5", None),
         (matcher(r"#### (\S+)"), "#### 5", "5", True),

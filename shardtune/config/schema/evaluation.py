@@ -25,7 +25,9 @@ class EvalConfig(Section):
     max_new_tokens: Count = key(256, "Maximum tokens of one generated answer.")
     temperature: Number = key(0.0, "The sampling temperature; 0: greedy decoding.", ge=0)
     answer_pattern: AnswerPattern | None = key(
-        None, "Where the answer is in a text: group 1 of this regular expression; null: the whole text."
+        None,
+        "Where the answer is in a text: group 1 of this regular expression; null: the whole text, for exact and "
+        "numeric without reasoning (what follows </think>).",
     )
     match: Match = key(
         "exact", "When an answer counts as correct: exact (same text), numeric (same number), or file.py:function."

@@ -28,7 +28,7 @@ from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 # Part of every cache key: raise it when the same row would be encoded differently.
-ENCODING_VERSION = 5
+ENCODING_VERSION = 6
 _ANSWER = MappingProxyType({"role": "assistant", "content": "?"})
 
 
@@ -314,16 +314,21 @@ class ChatEncoder:
         return 1.0 if weight is None else weight
 
     def _question(self, chat: Chat, rendering: Rendering) -> tuple[str | None, str | None]:
-        """The conversation up to the last answer, and that answer; None for a row with assistant turns only."""
+        """The conversation up to the last answer, and that answer; None for a row with assistant turns only.
+
+        An answer that calls tools is as it is rendered, and decoded as generated ones are.
+        """
         text, last = rendering.text, rendering.spans[-1]
         if last.message == 0 or self.template is None:
             return None, None
         prompt = rendering.prompt
         if prompt is None:
             prompt = self.template.render(chat.messages[: last.message], chat.tools, True, chat.arguments)
-        content = chat.messages[last.message]["content"]
-        answer = content if content.strip() else text[last.start : last.stop].removesuffix(self.template.end_of_turn)
-        return prompt, answer
+        message = chat.messages[last.message]
+        if message["content"].strip() and not message.get("tool_calls"):
+            return prompt, message["content"]
+        turn = text[last.start : last.stop].removesuffix(self.template.end_of_turn)
+        return prompt, self._decoded(self._tokens(turn)[0])
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 

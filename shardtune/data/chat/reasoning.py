@@ -15,7 +15,7 @@ Thinking = Literal["keep", "last", "template", "strip", "drop"]
 """`drop` is the former name of `strip`."""
 TAGS = re.compile(r"</?think>")
 KEY = REASONING_KEYS[0]
-_CLOSE = "</think>"
+CLOSE = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def without_thoughts(chat: Chat, turns: int | None = None) -> tuple[Chat, list[T
         if message["role"] != "assistant" or not thoughts(message):
             continue
         taken += [Thought(index, text) for text in thoughts(message)]
-        messages[index] = {**_without_key(message), "content": message["content"].rpartition(_CLOSE)[2].lstrip()}
+        messages[index] = {**_without_key(message), "content": message["content"].rpartition(CLOSE)[2].lstrip()}
         if not (messages[index]["content"].strip() or message.get("tool_calls") or chat.weights[index] == 0):
             raise RowError(f"message {index + 1}: nothing but reasoning, which data.thinking leaves out")
     return replace(chat, messages=tuple(messages)), taken

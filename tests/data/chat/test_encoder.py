@@ -374,6 +374,12 @@ class TestBuiltinChatml:
         assert '<|im_start|>tool\n{"temp": 3}<|im_end|>\n' in text
         call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
         assert trained(tokenizer, sample) == [call, "It is 3 degrees.<|im_end|>", "You are welcome.<|im_end|>"]
+        asked = ChatEncoder(tokenizer, load_template("chatml", tokenizer), with_prompts=True)
+        for content in (None, "Let me see."):  # before the call
+            called = {**TOOL_CALLS[1], "content": content}
+            found = asked.encode({"messages": [TOOL_CALLS[0], called], "tools": TOOLS})
+            assert found.reference == trained(tokenizer, found)[0].removesuffix("<|im_end|>")
+            assert "get_weather" in found.reference
 
     def test_plain_chat_is_ordinary_chatml(self, make_tokenizer):
         tokenizer = make_tokenizer(eos_token="<|im_end|>")
