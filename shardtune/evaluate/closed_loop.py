@@ -13,7 +13,13 @@ import numpy as np
 from shardtune.batch.seeds import derive_seed
 from shardtune.config import Recipe
 from shardtune.errors import ModelError
-from shardtune.evaluate.environments.find import EnvironmentSource, checked_reset, checked_step
+from shardtune.evaluate.environments.find import (
+    EnvironmentSource,
+    checked_render,
+    checked_reset,
+    checked_step,
+    close_all,
+)
 from shardtune.evaluate.episode_video import Film, check_format, keep_film
 from shardtune.models.action.chunks import ActionChunks, ObservationHistory
 from shardtune.models.action.environment import Environment, Observation, Policy
@@ -105,7 +111,7 @@ class ClosedLoop:
         check_format(self.video_format)
         environment = self.source.make()
         observation = checked_reset(environment, self.source, 0, self.episode_seed(0))
-        environment.close()
+        close_all([environment], self.source)
         return observation
 
 
@@ -311,9 +317,9 @@ class _Table:
 
     def _show(self, seat: _Seat) -> None:
         if self._shown(seat):
-            rendered = seat.environment.render()
+            place = f"episode {seat.episode}, seed {seat.seed}, after action {seat.steps}"
+            rendered = checked_render(seat.environment, self._closed_loop.source, place)
             seat.film.add(next(iter(seat.observation["images"].values())) if rendered is None else rendered)
 
     def close(self) -> None:
-        for environment in self._environments:
-            environment.close()
+        close_all(self._environments, self._closed_loop.source)

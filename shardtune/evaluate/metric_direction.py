@@ -10,11 +10,15 @@ GROWS = re.compile(
     r"correct|right"
 )
 """Words in the names of metrics that are better if larger."""
+GROWN = re.compile(r"(?<!in)accuracy|(?<!un)success")
+"""Parts of such words."""
 FALLS = re.compile(
     r"loss|losses|perplexity|ppl|nll|bits|rmse|mse|mae|l1|l2|errors?|err|wer|cer|ter|brier|kl|distance|divergence|"
     r"wrong|mistakes?|failures?|unparsed|length|latency"
 )
 """Words in the names of metrics that are better if smaller."""
+UNCLEAR = re.compile(r"time|times|seconds|steps|gap|drop|delta|difference|std|stdev|stderr|not|non|no")
+"""Words that turn the meaning of others: a gap of accuracies, the time to a success, the error of an estimate."""
 PART_OF_METRIC = re.compile(r"\d+|size_\d+|none|strict([_-]match)?|flexible([_-]extract)?|remove_whitespace")
 """A part of a name behind that of the metric: a dimension, a size, a filter of the harness."""
 OF_LOSS = re.compile(r"/(loss|perplexity)(/|$)")
@@ -36,6 +40,8 @@ def named_direction(monitor: str) -> str | None:
         return "min"
     name = next((part for part in reversed(monitor.split("/")) if not PART_OF_METRIC.fullmatch(part)), "").lower()
     words = [word for word in re.split(r"[^a-z0-9]+", name) if word]
-    grows = "accuracy" in name or "success" in name or any(GROWS.fullmatch(word) for word in words)
+    if any(UNCLEAR.fullmatch(word) for word in words):
+        return None
+    grows = GROWN.search(name) is not None or any(GROWS.fullmatch(word) for word in words)
     falls = any(FALLS.fullmatch(word) for word in words)
     return None if grows == falls else "max" if grows else "min"

@@ -159,6 +159,32 @@ def test_an_environment_that_cannot_be_used_is_refused(changes: dict[str, Any], 
     assert what in refused(**changes).what
 
 
+def test_render_and_close_are_named_where_they_fail(tmp_path: Path) -> None:
+    """An error of `close` hides no other, and the other environments are closed."""
+    file = tmp_path / "faulty.py"
+    file.write_text(
+        "from tests.support.homing import Homing\n"
+        "class Faulty(Homing):\n"
+        "    def __init__(self, at, fault=''):\n"
+        "        super().__init__(fault)\n"
+        "        self.at = at\n"
+        "    def render(self):\n"
+        "        if self.at == 'render': raise OSError('no display')\n"
+        "    def close(self):\n"
+        "        with open(f'{__file__}.closed', 'a') as file: file.write('x')\n"
+        "        if self.at == 'close': raise OSError('already closed')\n"
+    )
+    for options, message in (
+        ({"at": "render"}, r"Faulty.render \(episode 0, seed \d+, after action 0\) failed: OSError: no display"),
+        ({"at": "close"}, "Faulty.close failed: OSError: already closed"),
+        ({"at": "close", "fault": "raises"}, "Faulty.step .*the motor is hot"),
+    ):
+        source = EnvironmentSource(f"{file}:Faulty", options)
+        with pytest.raises(ConfigError, match=message):
+            played(replace(LOOP, source=source, videos=1), tmp_path / "kept")
+    assert Path(f"{file}.closed").read_text() == "x" * (1 + 3 + 3)
+
+
 def recipe(folder: Path, **model: Any) -> dict[str, Any]:
     """Learns to steer home, evaluated by nothing but episodes."""
     return {

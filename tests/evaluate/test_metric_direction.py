@@ -29,6 +29,8 @@ def test_accuracies_and_successes_grow_and_losses_fall() -> None:
 def test_names_that_show_neither_are_refused_without_a_mode() -> None:
     for name in ("eval/dev/quality", "eval/accuracy_error", "eval/map/quality"):
         assert named_direction(name) is None
+    for name in ("accuracy_gap", "inaccuracy", "time_to_success", "acc_stderr", "unsuccessful", "not_exact"):
+        assert named_direction(f"eval/{name}") is None
     config = RunnerConfig.model_validate({"best": {"monitor": "eval/quality"}})
     for known in (["eval/quality"], None):
         with pytest.raises(ConfigError, match=r"'eval/quality' does not say(?s:.*)runner.best.mode: max, or min"):

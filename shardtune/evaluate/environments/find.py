@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,6 +143,34 @@ def checked_step(environment: Environment, source: EnvironmentSource, action: np
             raise _fault(f"{where} returned {name} = {value!r}, not True or False", "make it a bool")
     _check_observation(outcome.observation, where)
     return Outcome(outcome.observation, bool(outcome.success), bool(outcome.done))
+
+
+def checked_render(environment: Environment, source: EnvironmentSource, place: str) -> np.ndarray | None:
+    """The picture of an environment for a video; None: it has none of its own.
+
+    Raises:
+        ConfigError: `render` failed.
+    """
+    with named_errors(source.spec, KEY, f"render ({place})"):
+        return environment.render()
+
+
+def close_all(environments: Sequence[Environment], source: EnvironmentSource) -> None:
+    """Close environments, each of them also where the `close` of another fails.
+
+    Raises:
+        ConfigError: one failed, and nothing else is being raised, which would be hidden.
+    """
+    failed: ConfigError | None = None
+    is_raising = sys.exc_info()[1] is not None
+    for environment in environments:
+        try:
+            with named_errors(source.spec, KEY, "close"):
+                environment.close()
+        except ConfigError as error:
+            failed = failed or error
+    if failed is not None and not is_raising:
+        raise failed
 
 
 def _check_observation(observation: object, where: str) -> None:
