@@ -49,6 +49,7 @@ class Generator:
         stop_ids: tokens that end an answer.
         ranks: among which the prompts are divided.
         batch_rows: prompts per batch.
+        opening: tokens before the text of an answer that are no part of it (`ChatEncoder.answer_opening`).
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class Generator:
         stop_ids: Sequence[int],
         ranks: Ranks,
         batch_rows: int = 64,
+        opening: Sequence[int] = (),
     ) -> None:
         self._root = root
         self._tokenizer = tokenizer
         self._stop_ids = list(stop_ids)
         self._ranks = ranks
         self._batch_rows = batch_rows
+        self._opening = list(opening)
 
     def answers(
         self,
@@ -202,8 +205,13 @@ class Generator:
         return tokens[: stop + 1]
 
     def text(self, tokens: Sequence[int]) -> str:
-        """An answer's text, without its stop token."""
-        return decoded(self._tokenizer, [token for token in tokens if token not in self._stop_ids], special=False)
+        """An answer's text, without its stop token; behind the last opening, if there is one."""
+        size = len(self._opening)
+        ends = [
+            stop for stop in range(size, len(tokens) + 1) if size and [*tokens[stop - size : stop]] == self._opening
+        ]
+        told = tokens[max(ends, default=0) :]
+        return decoded(self._tokenizer, [token for token in told if token not in self._stop_ids], special=False)
 
 
 def _put(streamer: BaseStreamer, tokens: torch.Tensor, start: int) -> None:

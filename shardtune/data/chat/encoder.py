@@ -29,6 +29,7 @@ from shardtune.errors import DataError
 TrainOn = Literal["assistant", "last_assistant", "all"]
 # Part of every cache key: raise it when the same row would be encoded differently.
 ENCODING_VERSION = 6
+_MARK = "ANSWER"
 _ANSWER = MappingProxyType({"role": "assistant", "content": "?"})
 
 
@@ -187,6 +188,27 @@ class ChatEncoder:
         if isinstance(eos, int) and eos not in ids:
             ids.append(eos)
         return tuple(ids)
+
+    @cached_property
+    def answer_opening(self) -> tuple[int, ...]:
+        """What the template puts before the text of an answer, where special tokens enclose the kind of the answer.
+
+        Without them only the kind would be left in a decoded text. Worked example: with the template of gpt-oss they
+        are the tokens of `<|channel|>final<|message|>`; with most others there are none.
+        """
+        if self.template is None:
+            return ()
+        asked = [{"role": "user", "content": "?"}]
+        try:
+            prompt = self.template.render(asked, None, prompt=True)
+            whole = self.template.render([*asked, {"role": "assistant", "content": _MARK}], None)
+        except RowError:  # a template for other conversations
+            return ()
+        if not whole.startswith(prompt) or _MARK not in whole[len(prompt) :]:
+            return ()
+        ids = self._tokens(whole[len(prompt) : whole.index(_MARK, len(prompt))])[0]
+        is_lost = {*ids.tolist()} & {*self.tokenizer.all_special_ids} and self._decoded(ids).strip()
+        return tuple(ids.tolist()) if is_lost else ()
 
     @cached_property
     def _tokenizer_hash(self) -> str:

@@ -374,7 +374,8 @@ class CachedRowsTask(Task):
                 where="model_provider_func",
                 remedy="return what super().model_provider_func() returns, changed in place",
             )
-        return Generator(model, encoder.tokenizer, encoder.stop_token_ids, ranks, GENERATION_ROWS)
+        stops, opening = encoder.stop_token_ids, encoder.answer_opening
+        return Generator(model, encoder.tokenizer, stops, ranks, GENERATION_ROWS, opening)
 
     def generate(self, name: str, rows: TokenDataset, evaluation: Evaluation) -> Generated:
         """Generate answers for the rows of a set and compare them with the references."""

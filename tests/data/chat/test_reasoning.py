@@ -12,6 +12,7 @@ from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import RowError
 from shardtune.errors import DataError
+from shardtune.evaluate.generate import Generator
 from tests.data.chat.test_encoder import TEMPLATES, TestUnstableTemplates, turn
 
 # Like gpt-oss: reasoning under another name, in a block of its own, and in the last turn only.
@@ -210,6 +211,24 @@ def test_another_name_and_another_format(make_tokenizer: Any, trained: Any) -> N
     assert kept.prompt_ids is not None
     assert tokenizer.decode(kept.prompt_ids) == tokenizer.decode(kept.input_ids[: len(kept.prompt_ids)])
     assert kept.reference == "It is 4."
+
+
+def test_what_names_the_kind_of_an_answer_is_no_part_of_it(make_tokenizer: Any) -> None:
+    """As gpt-oss has it: without special tokens the text of an answer would begin with `final`."""
+    tokenizer = make_tokenizer(eos_token="<|end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|message|>"]})
+    template = CHANNELS.replace("final: ", "<|channel|>final<|message|>").replace(
+        "analysis: ", "<|channel|>a<|message|>"
+    )
+    encoder = ChatEncoder(tokenizer, template)
+    assert tokenizer.decode(encoder.answer_opening) == "<|channel|>final<|message|>"
+    made = Generator(Any, tokenizer, encoder.stop_token_ids, Any, opening=encoder.answer_opening)  # pyright: ignore
+    for before in ("", "<|channel|>a<|message|>2 and 2<|end|><|assistant|>"):
+        tokens = tokenizer(f"{before}<|channel|>final<|message|>It is 4.<|end|>", add_special_tokens=False)["input_ids"]
+        assert made.text(tokens) == "It is 4."
+    assert made.text(tokenizer("It is 4.<|end|>", add_special_tokens=False)["input_ids"]) == "It is 4."
+    for other in (CHANNELS, MARKED, load_template("chatml", tokenizer)):
+        assert ChatEncoder(tokenizer, other).answer_opening == ()
 
 
 def test_it_is_kept_before_a_call(make_tokenizer: Any, trained: Any) -> None:
