@@ -65,7 +65,7 @@ def save_training(
 
 
 def load_training(
-    folder: Path, weights: Weights, optimizer: Optimizer, *, from_recipe: Collection[str]
+    folder: Path, weights: Weights, optimizer: Optimizer, *, from_recipe: Collection[str], without_moments: bool = False
 ) -> dict[str, Any]:
     """Load weights and optimizer state from a folder that `save_training` wrote, on any number of ranks.
 
@@ -75,11 +75,14 @@ def load_training(
         optimizer: of these weights.
         from_recipe: settings of its groups that stay as they are; the same as the checkpoint's unless the user allowed
             a change.
+        without_moments: leave the optimizer as it is.
 
     Returns:
         The state that was saved with them.
     """
     state = load_weights_only(folder, weights)
+    if without_moments:
+        return state
     load_optimizer_tensors(
         folder / OPTIMIZER, optimizer, _names(weights), state["optimizer"], weights, keep=from_recipe
     )

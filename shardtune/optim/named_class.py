@@ -36,6 +36,12 @@ def is_of_torch(name: str) -> bool:
     return ":" not in name
 
 
+def same_states(one: str, other: str) -> bool:
+    """Whether two recipes' values name classes with the same states; a file may have been moved."""
+    classes = {name.rpartition(":")[2] for name in (one, other)}
+    return len(classes) == 1 or classes == {"Adam", "AdamW"}
+
+
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """The class that a recipe names.
 

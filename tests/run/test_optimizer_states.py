@@ -80,3 +80,17 @@ def test_a_stopped_run_goes_on_bitwise_and_on_other_ranks(
         for line in lines(tiny.run(name)):
             expected = lines(tiny.run("one"))[line["step"] - 1]
             assert line["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-7)
+
+
+def test_another_optimizer_begins_its_states_anew_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = make_tiny(tmp_path)
+    shardtune.train(tiny.recipe(runner__max_steps=2))
+    changed = {"actor__optim__name": "RMSprop", "runner__allow_changes": ["optim.name"]}
+    shardtune.train(tiny.recipe(runner__max_steps=3, **changed))
+    assert "the optimizer begins anew: the checkpoint has the state of AdamW" in capsys.readouterr().err
+    names = {name.rpartition("::")[2] for name in tensors(tiny.run() / "checkpoints/global_step_3/optimizer")}
+    assert names == {"step", "square_avg"}
+    shardtune.train(tiny.recipe(runner__max_steps=4, **changed))
+    assert "begins anew" not in capsys.readouterr().err

@@ -405,6 +405,8 @@ class FSDPSftWorker(ABC):
     def load_checkpoint(self, path: str | Path) -> int:
         """Continue from a folder that `save_checkpoint` wrote, on any number of ranks; returns its step."""
         self.position.restore(self.state.load(Path(path)))
+        if (other := self.state.moments_of(Path(path))) is not None:
+            self.report(f"the optimizer begins anew: the checkpoint has the state of {other}")
         return self.state.step
 
     def release(self) -> None:

@@ -27,6 +27,7 @@ from shardtune.checkpoint.training_state import (
     load_training,
     load_weights_only,
     model_bytes,
+    read_training_state,
     save_training,
     training_bytes,
 )
@@ -39,6 +40,7 @@ from shardtune.models.lora.init import changes_base
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.new_tokens import grow_embeddings
 from shardtune.optim.build import build_optimizer, recipe_options
+from shardtune.optim.named_class import same_states
 from shardtune.parallel.direct_use import in_methods, own_methods
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
@@ -65,7 +67,7 @@ from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.finite_weights import FiniteWeights
 from shardtune.training.worker.own_updates import OwnUpdates
 
-EXTRA = "extra_state"
+EXTRA, OPTIMIZER_NAME = "extra_state", "optimizer_name"
 
 
 class ModelSource(Protocol):
@@ -347,6 +349,7 @@ class ModelState:
         beside = extra_state(self.inner)
         return {
             "step": self.step,
+            OPTIMIZER_NAME: self._recipe.actor.optim.name,
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
             "world_size": self._ranks.world_size,
             "left_out": self._excluded_from_checkpoint,
@@ -381,9 +384,15 @@ class ModelState:
         )
 
     def load(self, folder: Path) -> Mapping[str, object]:
-        """Continue from a folder that `save` wrote, on any number of ranks; returns the JSON part."""
+        """Continue from a folder that `save` wrote, on any number of ranks; returns the JSON part.
+
+        Moments of an optimizer of another class are not loaded (`moments_of`).
+        """
         from_recipe = recipe_options(self._recipe.actor.optim, self.optimizer)
-        state = load_training(folder, self.weights, self.optimizer, from_recipe=from_recipe)
+        other = self.moments_of(folder) is not None
+        if other:
+            self.optimizer.state.clear()
+        state = load_training(folder, self.weights, self.optimizer, from_recipe=from_recipe, without_moments=other)
         self._check_excluded(folder, state)
         if self.average is not None:
             self.average.load(folder)
@@ -395,6 +404,12 @@ class ModelState:
             self.loss_scale = LossScale(**state["loss_scale"])
         set_extra_state(self.inner, state.get(EXTRA, {}))
         return state
+
+    def moments_of(self, folder: Path) -> str | None:
+        """The optimizer whose moments a folder holds, if they are not those of the recipe's."""
+        now = self._recipe.actor.optim.name
+        saved = str(read_training_state(folder).get(OPTIMIZER_NAME, now))  # earlier versions recorded none
+        return None if same_states(saved, now) else saved
 
     def _read_training_state(self, directory: Path) -> None:
         """What a run has recorded beside an exported directory.
