@@ -33,6 +33,11 @@ def _as_users(error: BaseException) -> BaseException:
     return error if explain_out_of_memory(error) else (user_fault(error) or error)
 
 
+def _ended_input(error: BaseException) -> BaseException:
+    """The EOFError (a file that ends too early) which the command line takes for an interrupt; others as they are."""
+    return error.__cause__ if isinstance(error, typer.Abort) and isinstance(error.__cause__, EOFError) else error
+
+
 def _left_by_exit(error: SystemExit) -> ConfigError:
     """The error for code that ends the process in the middle of a command; other ranks would wait for it."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -70,7 +75,7 @@ def end(error: BaseException) -> NoReturn:
 
 def _print(error: BaseException) -> int:
     """Print an error once, or report it to the launcher; returns its exit code."""
-    error = _as_users(error)
+    error = _as_users(_ended_input(error))
     rank = int(os.environ.get("RANK", "0"))
     launched = "SHARDTUNE_REPORT_DIR" in os.environ
     code = 1

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import typer
 from rich.console import Console
 
 from shardtune.batch import Sample
@@ -57,6 +58,20 @@ def test_messages_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().err
     assert shown.count(r"\x1b[2J") >= 4
     assert not CONTROL.findall(shown)
+
+
+def test_a_file_that_ends_too_early_is_no_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def read() -> None:
+        raise EOFError("Ran out of input")
+
+    with pytest.raises(typer.Abort) as found:
+        app([], standalone_mode=False)
+    with pytest.raises(SystemExit):
+        end(found.value)
+    assert "EOFError: Ran out of input" in capsys.readouterr().err
 
 
 def test_answers(capsys: pytest.CaptureFixture[str], hostile: Sample) -> None:
