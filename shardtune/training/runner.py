@@ -384,7 +384,8 @@ class SFTRunner:
         if last or self._evaluated_at == step or step % runner.logger.log_interval == 0:
             self._log()
         self._line = {}
-        if best or save or (advanced and Ask.SAVE in self._requested):  # also as requested by on_evaluate
+        stopped_there = measure and self._saver.saved_at == step  # in this evaluation, which has ended now
+        if best or save or stopped_there or (advanced and Ask.SAVE in self._requested):  # also by on_evaluate
             self._requested &= ~Ask.SAVE
             self._saver.save(self._state(), best=best)
 

@@ -20,7 +20,7 @@ from shardtune import Adapter, Batch, LossSum, Sample, SFTRunner
 from shardtune.checkpoint.state_file import read_state
 from shardtune.config import load_recipe
 from shardtune.config.schema.runner import SpikeConfig
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import ConfigError, Interrupted, ModelError
 from shardtune.training.anomalies import Spikes
 from shardtune.training.worker import base
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -356,6 +356,37 @@ def test_weights_that_are_not_finite_are_rolled_back_when_they_are_to_be_saved(f
     assert all(bool(weight.isfinite().all()) for weight in run["weights"].values())
     ended = train(recipe(folder, "weights-skip"), spoil=EVERY)["ended"]
     assert ended.startswith("the weights are not finite after step 4")
+
+
+class StoppedInEvaluation(SFTWorker):
+    """The run is stopped in the evaluation after step 6, at which no checkpoint is due."""
+
+    def get_eval_model_output(self, batch: Any) -> Any:
+        runner = self.context.poll.__self__
+        if self.step == 6 and runner._resume_from is None:
+            runner._stop.request()
+        return super().get_eval_model_output(batch)
+
+
+def test_rolled_back_to_where_it_was_stopped_in_an_evaluation_a_step_is_logged_and_counted_once(folder: Path) -> None:
+    text = "".join(json.dumps(row) + "\n" for number, row in enumerate(rows()) if number not in (79, 121))
+    (folder / "one.jsonl").write_text(text)
+    given = recipe(folder, "in-evaluation", on_nonfinite="rollback", save_interval=-1)
+    given["data"]["train_data_paths"] = str(folder / "one.jsonl")
+
+    def make(cfg: Any) -> FSDPSftWorker:
+        return StoppedInEvaluation(cfg, report=quiet)
+
+    with pytest.raises(Interrupted):
+        train(given, make=make)
+    run = train(given, make=make)
+    happened = [event["step"] for event in events(folder / "in-evaluation", "rollback")]
+    assert happened == [6]
+    assert [line["step"] for line in run["lines"]] == list(range(1, run["step"] + 1))
+    again = copy.deepcopy(given)
+    again["runner"] |= {"save_interval": 6, "logger": {**given["runner"]["logger"], "experiment_name": "evaluated"}}
+    plain = train(again)
+    assert (run["lines"], run["early"]) == (plain["lines"], plain["early"])
 
 
 def test_by_default_spikes_train_and_a_step_that_is_not_finite_is_passed_over(folder: Path) -> None:
