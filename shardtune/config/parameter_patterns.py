@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
+_TOWERS = (
+    "vision_tower|visual|vision_model|vision_encoder|image_tower|video_tower|vision_backbone|high_res_vision_model"
+)
+_IN_TOWERS = "merger|merger_list|deepstack_merger_list|patch_merger|connector"
+"""Projectors that some families have as a part of their tower."""
+_PROJECTORS = (
+    "multi_modal_projector|mm_projector|projector|connector|layerwise_projectors|spatial_projectors|aligner|"
+    "vision_projection|visual_projection|language_projection|image_to_text_projection|high_res_vision_proj|"
+    "high_res_vision_neck|qformer|resampler_model|embed_vision|vision_embed_tokens|visual_embeddings_table"
+)
+_VECTORS = "image_newline|view_separator|query_tokens|high_res_vision_alpha"
+"""Parameters between projector and language model."""
+_HEAD = r"(^|\.)lm_head\."
 PARTS = {
-    "vision_tower": r"(^|\.)(vision_tower|visual|vision_model|vision_encoder|image_tower|vision_backbone)\."
-    r"(?!merger\.|deepstack_merger_list\.)",
-    "projector": r"(^|\.)(multi_modal_projector|mm_projector|projector|connector|"
-    r"visual\.merger|visual\.deepstack_merger_list)\.",
-    "language_model": r"(^|\.)(language_model|text_model)\.|(^|\.)lm_head\.",
+    "vision_tower": rf"(^|\.)({_TOWERS})\.(?!({_IN_TOWERS})\.)",
+    "projector": rf"(^|\.)({_PROJECTORS})\.|(^|\.)({_VECTORS})$|((^|\.)({_TOWERS})\.|^model\.|^)({_IN_TOWERS})\.|"
+    r"^(model\.)?vision_adapter\.",
+    "language_model": rf"(^|\.)(language_model|text_model|text_decoder)\.|{_HEAD}|"
+    r"^model\.(embed_tokens|layers|gated_cross_attn_layers|norm)\.",
 }
 """For each part, a regular expression that matches the names of its parameters only."""
 
@@ -15,3 +31,13 @@ PARTS = {
 def as_pattern(text: str) -> str:
     """The regular expression of a recipe's name pattern: a part's, or the pattern itself."""
     return PARTS.get(text, text)
+
+
+def matching(text: str, names: Iterable[str]) -> list[str]:
+    """The names that a recipe's name pattern matches.
+
+    A head alone is no language model: of a model whose other parts have names that are not known, nothing is matched.
+    """
+    found = [name for name in names if re.search(as_pattern(text), name)]
+    is_head = text == "language_model" and all(re.search(_HEAD, name) for name in found)
+    return [] if is_head else found

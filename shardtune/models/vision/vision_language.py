@@ -333,7 +333,8 @@ class VisionLanguage(CausalLM):
 def _has_zero_projector(model: nn.Module) -> bool:
     """Whether a matrix of the projector is zero, as in an untrained Gemma 3; what LoRA adds does not count."""
     named = [(base.name, base.tensor) for base in base_tensors(model) if base.layer is None and base.tensor.ndim > 1]
-    return any(re.search(PARTS["projector"], name) and not tensor.any() for name, tensor in named)
+    matrices = [tensor for name, tensor in named if re.search(PARTS["projector"], name) and "query_tokens" not in name]
+    return any(not tensor.any() for tensor in matrices)
 
 
 def _cast(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, torch.Tensor]:

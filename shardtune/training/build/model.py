@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from shardtune.checkpoint.hf_load import initialise_weights, load_weights
 from shardtune.checkpoint.module_weights import Supply, check_names, in_files, load_plain
 from shardtune.checkpoint.random_init import initialise_some
-from shardtune.config.parameter_patterns import as_pattern
+from shardtune.config.parameter_patterns import matching
 from shardtune.config.shown import as_written
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.adapter import WeightSource
@@ -85,7 +84,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         # Of a shared parameter every name counts.
         names = dict(model.named_parameters(remove_duplicate=False))
-        matched = [parameter for name, parameter in names.items() if re.search(as_pattern(pattern), name)]
+        matched = [names[name] for name in matching(pattern, names)]
         if not matched:
             raise ConfigError(
                 f"actor.model.freeze: the pattern {as_written(pattern)} matches no parameter",
