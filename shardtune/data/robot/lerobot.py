@@ -143,6 +143,44 @@ def unread_columns(folder: str | Path, mapping: Mapping[str, str], options: Fram
     return [name for name, one in info.items() if name not in read and one.get("dtype") not in ("image", "video")]
 
 
+def differences(
+    folder: str | Path, mapping: Mapping[str, str], first: str | Path, first_mapping: Mapping[str, str], name: str
+) -> list[str]:
+    """What the frames of a data set mean otherwise than those of the first one that they are mixed with, as a sentence
+    each: the names of the dimensions of action and state, and the frames of a second.
+
+    Args:
+        folder, mapping: the data set and its `data.columns`.
+        first, first_mapping, name: those of the first one, and its name.
+    """
+    (info, own), (first_info, others) = _named_vectors(folder, mapping), _named_vectors(first, first_mapping)
+    found = []
+    for role, names in own.items():
+        places = [at for at, pair in enumerate(zip(names, others.get(role, []), strict=False)) if len({*pair}) > 1]
+        if places:
+            at = places[0]
+            found.append(
+                f"dimension {at} of its {role} is {names[at]}, of {name}'s {others[role][at]} ({len(places)} of "
+                f"{len(names)} names differ): dimensions are taken by their places, and data.transform may order them"
+            )
+    rates = [info.get("fps"), first_info.get("fps")]
+    if None not in rates and rates[0] != rates[1]:
+        found.append(
+            f"it has {rates[0]:g} frames a second, {name} {rates[1]:g}: the same number of actions is another time"
+        )
+    return found
+
+
+def _named_vectors(folder: str | Path, mapping: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """meta/info.json, and the names of the dimensions of action and state, where there are any."""
+    info = _json(Path(folder) / INFO)
+    features = {name: {"dtype": str(one["dtype"]), **one} for name, one in (info.get("features") or {}).items()}
+    described = LeRobotSet(Path(folder), "", features, (), {}, {})
+    columns = described.columns(mapping).named
+    names = {role: described.names(columns[role]) for role in ("action", "state") if columns.get(role) in features}
+    return info, {role: found for role, found in names.items() if found is not None}
+
+
 def is_lerobot(folder: Path) -> bool:
     """Whether a directory is a LeRobot data set of any version."""
     return (folder / INFO).is_file()

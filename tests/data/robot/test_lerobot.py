@@ -666,3 +666,18 @@ class TestCache:
         assert [error.reason for error in errors] == [
             "episode 0, frame 0 (data/chunk-000/episode_000000.parquet): the action is [nan, 0.0]"
         ]
+
+
+def test_data_sets_whose_numbers_mean_other_things_are_named(tmp_path: Path, data) -> None:
+    """Dimensions in another order, or frames at another rate, were mixed without a word."""
+    names = {"one": ["x", "y", "z", "grip"], "two": ["grip", "y", "z", "x"], "three": ["x", "y", "z", "grip"]}
+    for number, (name, dimensions) in enumerate(names.items()):
+        rate = 30 if name == "three" else 10
+        write_lerobot(tmp_path / name, [episode(3, seed=number)], fps=rate, action_names=dimensions)
+    told: list[str] = []
+    resolve_sources([tmp_path / name for name in names], data, frames=FrameOptions(chunk=2), report=told.append)
+    assert [line for line in told if "differ" in line or "second" in line] == [
+        "data: two: dimension 0 of its action is grip, of one's x (2 of 4 names differ): dimensions are taken by their "
+        "places, and data.transform may order them",
+        "data: three: it has 30 frames a second, one 10: the same number of actions is another time",
+    ]
