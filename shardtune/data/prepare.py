@@ -20,6 +20,7 @@ from shardtune.data.encoder import Encoder, frames_of
 from shardtune.data.loader.protocol import Column
 from shardtune.data.quarantine import without_quarantined
 from shardtune.data.sources.hub import Purpose
+from shardtune.data.sources.other_frames import notes_on_other_frames
 from shardtune.data.sources.resolve import Source, named_sets, resolve_sources
 from shardtune.data.sources.same_files import notes_on_same_files
 from shardtune.errors import ConfigError, DataError
@@ -156,6 +157,8 @@ def prepare_data(
         _require_rows(rows, f"data.eval_data_paths{': ' + name if name else ''}", eval_spec)
     digest = partial(known_digest if by_file else file_digest, root=cache_root(data.cache_dir))
     for note in notes_on_same_files(found["train"], found["eval"], digest):
+        report(f"data: {note}")
+    for note in notes_on_other_frames([*found["train"], *found["eval"]]):
         report(f"data: {note}")
     return PreparedData(make_encoder(recipe.eval.generate), train, evals)
 

@@ -160,7 +160,7 @@ def differences(
         if places:
             at = places[0]
             found.append(
-                f"dimension {at} of its {role} is {names[at]}, of {name}'s {others[role][at]} ({len(places)} of "
+                f"dimension {at} of its {role} is {names[at]}, in {name} {others[role][at]} ({len(places)} of "
                 f"{len(names)} names differ): dimensions are taken by their places, and data.transform may order them"
             )
     rates = [info.get("fps"), first_info.get("fps")]

@@ -17,7 +17,7 @@ from shardtune.config.shown import as_written
 from shardtune.data.cache_directory import cache_root, print_line
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_by
 from shardtune.data.robot.frames import Origin, describe_frame
-from shardtune.data.robot.lerobot import differences, is_lerobot, open_lerobot, unread_images
+from shardtune.data.robot.lerobot import is_lerobot, open_lerobot, unread_images
 from shardtune.data.robot.lerobot import unread_columns as lerobot_unread
 from shardtune.data.robot.lerobot_frames import read_lerobot
 from shardtune.data.robot.recordings import (
@@ -217,18 +217,7 @@ def resolve_sources(
         if files[0].kind in RECORDINGS and frames is not None:
             roles, keys = recording_roles(files[0].kind, files[0].path, files[0].part, source.columns, frames)
             report(f"data: {name}: {roles}{_not_read(keys)}")
-    for name, sentence in _differences(sources):
-        report(f"data: {name}: {sentence}")
     return sources
-
-
-def _differences(sources: Sequence[Source]) -> Iterator[tuple[str, str]]:
-    """How the frames of LeRobot data sets differ from those of the first one, by the names of the data sets."""
-    recorded = [one for one in sources if one.files[0].kind == LEROBOT]
-    for one in recorded[1:]:
-        first = recorded[0]
-        for sentence in differences(one.files[0].path, one.columns, first.files[0].path, first.columns, first.name):
-            yield one.name, sentence
 
 
 def _not_read(names: Sequence[str]) -> str:
