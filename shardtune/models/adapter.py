@@ -23,6 +23,7 @@ from shardtune.data.loader.step_loader import Companion
 from shardtune.errors import ConfigError, ModelError, ParallelError
 from shardtune.models.activation_checkpointing import set_execution
 from shardtune.models.adapter_encoder import FieldEncoder, FrameFieldEncoder
+from shardtune.models.cut_units import CutUnits
 from shardtune.models.loss import TokenLoss
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.options import NoOptions, read_options
@@ -32,7 +33,7 @@ from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
-from shardtune.parallel.tensor_parallel import check_names
+from shardtune.parallel.tensor_parallel import check_names, expanded
 
 LABELS = "labels"
 TERM = "loss"
@@ -96,6 +97,7 @@ class Adapter(ABC):
         self.recipe = recipe
         self.options: Any = read_options(type(self).Options, recipe)
         self._tokenizer = self._in_memory = tokenizer
+        self._cut_units: CutUnits | None = None
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Adapter:
@@ -184,6 +186,9 @@ class Adapter(ABC):
         self.check_parallel(model, ranks.layout)
         declared = model if isinstance(model, PreTrainedModel) else None
         tensor_plan = self.tensor_plan or (declared.tp_plan if declared is not None else {})
+        if self.tensor_plan and ranks.layout.tensor > 1:
+            cut = [name for name, _ in expanded(model, tensor_plan)]
+            self._cut_units, self._ranks = CutUnits(model, self.shard_units(model)[0], cut), ranks
         return apply_model_parallel(model, tensor_plan, declared.ep_plan if declared is not None else {}, ranks, None)
 
     def set_execution(self, model: nn.Module) -> None:
@@ -357,8 +362,18 @@ class Adapter(ABC):
     def probe_assumptions(
         self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
     ) -> list[str]:
-        """Check on real rows what the adapter relies on; returns a sentence for each way that is switched off."""
-        return []
+        """Check on real rows what the adapter relies on; returns a sentence for each way that is switched off.
+
+        By default: what ranks compute with the parts of units that `tensor_plan` gives them.
+        """
+        if self._cut_units is None:
+            return []
+        found, self._cut_units = self._cut_units, None
+        weights = [self.weights(sample) for sample in samples]
+        sums = {term: sum(of[term] for of in weights) for term in weights[0]}
+        sums |= {term: weight * len(samples) for term, weight in self.row_terms().items()}
+        batch = self.collate(samples, range(len(samples)), sums).to(device)
+        return found.compare(root.model, root, batch, self._ranks, dtype, f"{type(self).__name__}.tensor_plan")
 
     def check_rows(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:  # noqa: B027 (may stay empty)
         """Refuse rows that the model cannot take; `lengths` is int32 [rows], `locate` names the place of a row."""

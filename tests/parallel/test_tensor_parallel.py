@@ -71,6 +71,29 @@ class Scaled(Shared):
         return net
 
 
+class Ranked(Shared):
+    def build(self):
+        net = Net()  # statistics of a rank's features, the same on all ranks if these have the same ones
+        for block in net.blocks:
+            block.up.register_forward_hook(lambda _, inputs, out: out / out.norm(dim=-1, keepdim=True))
+        return net
+
+
+class Outside(Shared):
+    tensor_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "first": "colwise", "last": "rowwise"}
+    between = staticmethod(torch.relu)
+
+    def build(self):
+        net = Net()
+        net.first, net.last = nn.Linear(6, 10), nn.Linear(10, 6)
+        net.register_forward_pre_hook(lambda net, given: (net.last(type(self).between(net.first(given[0]))),))
+        return net
+
+
+class RankedOutside(Outside):
+    between = staticmethod(lambda x: x.softmax(-1))
+
+
 class Unplanned(Shared):
     tensor_plan = {}
 
@@ -120,9 +143,13 @@ def test_a_plain_module_with_a_plan_is_shared_exactly(folder: Path) -> None:
     """With two blocks of a feature dimension that ten columns on four ranks do not divide evenly."""
     alone = run_recipe(recipe(folder))
     layouts = [recipe(folder, tensor=4), recipe(folder, tensor=2, data_replicate=2)]
-    for trace in run_ranks(run_recipes, 4, layouts, fresh=True)[0]:
+    narrow = recipe(folder, "Outside", tensor=2)
+    narrow["actor"]["model"]["precision"] = "bf16"
+    *traces, rounded = run_ranks(run_recipes, 4, [*layouts, narrow], fresh=True)[0]
+    for trace in traces:
         apart = distance(trace, alone)
         assert max(apart.loss, apart.norm, apart.gradient, apart.weight) < EXACT, apart
+    assert not [note for trace in (*traces, rounded) for note in trace.notes if "compared" in note]
 
 
 def refusal(values: dict[str, Any]) -> str:
@@ -135,6 +162,11 @@ def refusal(values: dict[str, Any]) -> str:
     ("name", "message"),
     [
         ("Scaled", "every tensor rank holds blocks.0.scale whole, and computes another gradient of it"),
+        ("Ranked", "blocks.0: 2 tensor ranks with parts of it compute what differs from what the whole one does"),
+        (
+            "RankedOutside",
+            "Net: 2 tensor ranks with parts of it compute what differs from what the whole one does",
+        ),
         ("Unplanned", "Net declares no plan for tensor parallelism"),
         ("Misnamed", "tensor_plan names layers.*.up, which is no module or parameter of Net"),
         ("HalfNamed", "tensor_plan names blocks.*.dwn, which is no module or parameter of Net"),
