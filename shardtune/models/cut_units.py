@@ -16,14 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtune.errors import ParallelError
 from shardtune.parallel.fp32_compute import NOT_THE_MODELS, in_fp32
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.half_products import HALF
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import without_torch_function
+from shardtune.parallel.torch_private import tree_iter, tree_map, without_torch_function
 
 AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest difference of a unit's outputs, relative to the largest of them."""
@@ -261,7 +260,7 @@ def _keeping_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, key, buffer, value in before:
-            module._buffers[key] = buffer.copy_(value)
+            setattr(module, key, buffer.copy_(value))
 
 
 def _told(error: Exception) -> str:
@@ -270,7 +269,7 @@ def _told(error: Exception) -> str:
 
 def _apart(output: object, expected: object) -> float:
     """The largest difference of tensors of floats, relative to the largest value of each."""
-    pairs = zip(tree_leaves(output), tree_leaves(expected), strict=True)
+    pairs = zip(tree_iter(output), tree_iter(expected), strict=True)
     found = [
         float((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30))
         for one, other in pairs
