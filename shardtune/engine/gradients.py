@@ -99,12 +99,16 @@ class Gradients:
         for parameter in apart:
             parameter.grad = None
         self._weights.begin_backward()
+        if self._ranks.mesh is not None:
+            self._weights.unit_calls.begin_pass()
         try:
             yield
         except RuntimeError as error:
             if self._ranks.mesh is not None and "storage of size 0" in str(error):
                 raise _freed() from error
             raise
+        if self._ranks.mesh is not None:
+            self._weights.unit_calls.end_pass()
         self._weights.sync_replicated_gradients()
         self._weights.watch_buffers()
         for parameter, before in zip(apart, held, strict=True):
@@ -200,6 +204,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Forget all gradients, if there was a backward pass: what they hold is neither old nor new."""
+        self._weights.unit_calls.clear()
         for parameter in self._weights.parameters.values() if self.passed else ():
             parameter.grad = None
 

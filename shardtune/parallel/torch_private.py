@@ -573,6 +573,38 @@ def note_collectives(module: FSDPModule, note: Callable[[], object]) -> list[nn.
     return [each.sharded_param for group in groups for each in group.fsdp_params]
 
 
+Used = Callable[[Sequence[nn.Parameter], Sequence[nn.Parameter]], bool]
+"""Gets the parameters of a unit with a gradient and those without one; whether these get zeros."""
+
+
+def fill_unused(module: FSDPModule, used: Used) -> None:
+    """Let a unit's parameters without a gradient have zeros when FSDP2 sums gradients over ranks, if others have one.
+
+    It sums the gradients that there are, end to end; where ranks have used other parameters, these would be mixed. Its
+    own setting for this fills units that no rank has called, too, and leaves no way to know what was used.
+
+    Args:
+        module: sharded.
+        used: is called before each sum.
+    """
+    for group in _groups_of(module):
+        if group.mesh_info.mesh.size() > 1:
+            vars(group)["post_backward"] = torch.compiler.disable(partial(_filled_backward, group, used))
+
+
+def _filled_backward(group: Any, used: Used, *_: object) -> None:
+    have, lack = [], []
+    for each in group.fsdp_params if group.reduce_grads else ():
+        whole = vars(each).get("_unsharded_param")
+        if whole is not None and whole.requires_grad:
+            has_one = whole.grad is not None or each.unsharded_accumulated_grad is not None
+            (have if has_one else lack).append((each.sharded_param, whole))
+    if have and used([part for part, _ in have], [part for part, _ in lack]):
+        for _, whole in lack:
+            whole.grad = torch.zeros_like(whole)
+    type(group).post_backward(group)
+
+
 _GATHERED = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
 

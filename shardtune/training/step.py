@@ -234,8 +234,8 @@ def optimizer_step(
         values = [*totals.losses.values(), float(len(totals.metrics)), float(reached)]
         mark = weights.unit_calls.mark() if weights.on_ranks else 0.0
         *sums, measured, reached, square, marks = ranks.sum(values, [weights.gradient_square(), mark])
-        if marks != mark * ranks.world_size:
-            weights.unit_calls.refuse()
+        if weights.on_ranks:
+            weights.unit_calls.settle(marks == mark * ranks.world_size)
         norm = math.sqrt(square) / scale
         if math.isfinite(norm) or loss_scale is None or not all(map(math.isfinite, sums)):
             break  # no scale mends a loss that is not finite

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, Qwen2Fo
 
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.engine.generation import has_own_code
+from shardtune.errors import ModelError
 from shardtune.nn.functional import linear_log_probs
 from shardtune.parallel.torch_private import collectives_issued
 from tests.support.engine_modules import RATE, SAMPLES, make
@@ -304,3 +305,69 @@ def test_parts_of_a_module_of_whole_models(two_ranks: TrainEngine, executor: Any
     assert found.keys() == weights.keys()
     assert max(float((found[name] - weight.detach()).abs().max()) for name, weight in weights.items()) < 1e-10
     assert (answers[0] if executor == "tensor" else answers[0] + answers[1]) == expected.answers(rows)
+
+
+# -- Ranks that use other parameters, or other units -------------------------------------------------------------------
+
+
+class Chosen(torch.nn.Module):
+    """Of two equal layers the rows choose one; the third is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3).double() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layers[int(x[0, 0] > 0)](x))
+
+
+class Choosing:
+    def _make(self: Any) -> None:
+        torch.manual_seed(1)
+        self.blocks = torch.nn.ModuleList([Chosen(), Chosen(), Chosen()])
+
+    def _optimize(self: Any) -> None:
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.1)
+
+    def step(self: Any, x: torch.Tensor, micro_batches: int) -> float:
+        for part in x.chunk(micro_batches):
+            (self.blocks[1](self.blocks[0](part)).square().mean() / micro_batches).backward()
+        norm = self.clip_grad_norm_(0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+
+class ChoosingOnRanks(Choosing, OnRanks):
+    @property
+    def non_split_modules(self) -> set[type]:
+        return {Chosen}
+
+    def other_units(self, x: torch.Tensor) -> None:
+        out = self.blocks[int(x[0, 0] > 0)](x)
+        if out.requires_grad:
+            out.square().mean().backward()
+
+    def other_units_without_gradients(self, x: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.other_units(x)
+
+
+class ChoosingInOneProcess(Choosing, InOneProcess):
+    pass
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
+def test_ranks_may_use_other_parameters_and_no_other_units(two_ranks: TrainEngine, executor: Any) -> None:
+    rows = torch.tensor([[1.0, 0.5, 0.2], [1.0, -0.5, 0.3], [-1.0, 0.1, 0.4], [-1.0, 0.6, 0.7]], dtype=torch.float64)
+    expected = ChoosingInOneProcess()
+    norms = [expected.step(rows, 4) for _ in range(2)]
+    with built(ChoosingOnRanks(), executor, two_ranks) as engine:
+        assert [engine.step(NeedParallel(rows), 2)[0] for _ in range(2)] == pytest.approx(norms, abs=1e-12)
+        found = dict(engine.named_tensors())
+        for name, weight in expected.named_parameters():
+            assert torch.allclose(found[name], weight, atol=1e-12), name
+        without_gradients = [] if executor == "ddp" else [engine.other_units_without_gradients]  # it gathers nothing
+        for method in (engine.other_units, *without_gradients):
+            with pytest.raises(ModelError, match=r"where rank 0 used blocks.1, rank 1 used blocks.0"):
+                method(NeedParallel(rows))
