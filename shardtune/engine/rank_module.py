@@ -313,8 +313,6 @@ class RankModule:
                 self._report_borders(name, part)
         finally:
             self._weights.copy_masters_to_model()  # changes of the weights take effect in the next forward
-        if self._weights.unit_calls.made:
-            self._weights.unit_calls.compare()
         self._check_none_added(name)
         self._check_optimized(name)
         return None if part.idle else value

@@ -518,7 +518,7 @@ class Weights:
         if self.replicates:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
-            self.unit_calls.fills = True
+            self.unit_calls.filling.on = True
             reduce = last or self._reduce_each
             if not reduce and not self._accumulates:
                 self._accumulates = True
@@ -654,7 +654,8 @@ class Weights:
         """Forget the gradients, and what ranks have done to compute them."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        self.unit_calls.clear()
+        if self.on_ranks:
+            self.unit_calls.clear()
 
     def begin_backward(self) -> None:
         """Let a backward pass of a user's begin with the gradients that parameters have then: its own, or none."""

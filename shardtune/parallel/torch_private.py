@@ -6,6 +6,7 @@ torch is checked against this file alone.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -573,11 +574,22 @@ def note_collectives(module: FSDPModule, note: Callable[[], object]) -> list[nn.
     return [each.sharded_param for group in groups for each in group.fsdp_params]
 
 
-Used = Callable[[Sequence[nn.Parameter], Sequence[nn.Parameter]], bool]
-"""Gets the parameters of a unit with a gradient and those without one; whether these get zeros."""
+@dataclasses.dataclass(slots=True)
+class Filling:
+    """Of which parameters FSDP2 has summed gradients, by `id`.
+
+    Attributes:
+        on: whether those without a gradient get zeros, in units where others have one.
+        used: with a gradient on this rank.
+        filled: with zeros.
+    """
+
+    on: bool = False
+    used: set[int] = dataclasses.field(default_factory=set)
+    filled: set[int] = dataclasses.field(default_factory=set)
 
 
-def fill_unused(module: FSDPModule, used: Used) -> None:
+def fill_unused(module: FSDPModule, filling: Filling) -> None:
     """Let a unit's parameters without a gradient have zeros when FSDP2 sums gradients over ranks, if others have one.
 
     It sums the gradients that there are, end to end; where ranks have used other parameters, these would be mixed. Its
@@ -585,23 +597,24 @@ def fill_unused(module: FSDPModule, used: Used) -> None:
 
     Args:
         module: sharded.
-        used: is called before each sum.
+        filling: notes what was done.
     """
     for group in _groups_of(module):
         if group.mesh_info.mesh.size() > 1:
-            vars(group)["post_backward"] = torch.compiler.disable(partial(_filled_backward, group, used))
+            vars(group)["post_backward"] = torch.compiler.disable(partial(_filled_backward, group, filling))
 
 
-def _filled_backward(group: Any, used: Used, *_: object) -> None:
-    have, lack = [], []
-    for each in group.fsdp_params if group.reduce_grads else ():
+def _filled_backward(group: Any, filling: Filling, *_: object) -> None:
+    used, unused = [], []
+    for each in group.fsdp_params if filling.on and group.reduce_grads else ():
         whole = vars(each).get("_unsharded_param")
         if whole is not None and whole.requires_grad:
             has_one = whole.grad is not None or each.unsharded_accumulated_grad is not None
-            (have if has_one else lack).append((each.sharded_param, whole))
-    if have and used([part for part, _ in have], [part for part, _ in lack]):
-        for _, whole in lack:
-            whole.grad = torch.zeros_like(whole)
+            (used if has_one else unused).append(each)
+    filling.used.update([id(each.sharded_param) for each in used])
+    for each in unused if used else ():
+        filling.filled.add(id(each.sharded_param))
+        each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
     type(group).post_backward(group)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
 from typing import NoReturn
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import fill_unused, note_collectives
+from shardtune.parallel.torch_private import Filling, fill_unused, note_collectives
 
 MOST = 2**18
 """Collectives that are kept, the last ones: a step has some thousands, evaluations and generation have no end."""
@@ -47,7 +47,7 @@ class UnitCalls:
     Attributes:
         made: for each collective the place of its unit among the names, in order.
         used: of which parameters there were gradients, at each `mark`.
-        fills: whether unused parameters get zeros; then `settle` has to be called after the sums of a step.
+        filling: if it is on, unused parameters get zeros, and `settle` has to be called after the sums of a step.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -56,9 +56,7 @@ class UnitCalls:
         self._summed: dict[str, nn.Parameter] = {}
         self.made: deque[int] = deque(maxlen=MOST)
         self.used: list[bytes] = []
-        self.fills = False
-        self._used_here: set[int] = set()
-        self._filled: set[int] = set()
+        self.filling = Filling()
 
     def watch(self, name: str, unit: FSDPModule, parameters: Mapping[int, str]) -> None:
         """Note what FSDP2 does with a unit, if it involves other ranks.
@@ -69,14 +67,8 @@ class UnitCalls:
             parameters: the names of the model's parameters by `id`.
         """
         own = note_collectives(unit, self.noting(name))
-        fill_unused(unit, self._note_used)
+        fill_unused(unit, self.filling)
         self._summed |= {parameters[id(each)]: each for each in own if each.numel() and id(each) in parameters}
-
-    def _note_used(self, used: Sequence[nn.Parameter], unused: Sequence[nn.Parameter]) -> bool:
-        if self.fills:
-            self._used_here.update(map(id, used))
-            self._filled.update(map(id, unused))
-        return self.fills
 
     def noting(self, name: str) -> Callable[[], object]:
         """What notes a collective of a unit when it is called."""
@@ -89,72 +81,69 @@ class UnitCalls:
         It notes of which parameters there are gradients, so it is called when FSDP2 has summed them over ranks. Where
         that is after each micro-batch, what a step uses for the first time is compared.
         """
-        now = bytes(self._flags())
-        self.used = [now] if self.fills else [*self.used, now]
-        return float(zlib.crc32(b"".join(self.used), zlib.crc32(array("I", self.made).tobytes())))
-
-    def _flags(self) -> list[bool]:
-        """For each parameter whether this rank has a gradient of it that is not filled in."""
-        if self.fills:
-            return [
-                id(each) in self._used_here or (each.grad is not None and id(each) not in self._filled)
+        filling = self.filling
+        now = bytes(
+            [
+                id(each) in filling.used or (each.grad is not None and id(each) not in filling.filled)
                 for each in self._summed.values()
             ]
-        return [each.grad is not None for each in self._summed.values()]
+        )
+        self.used = [now] if filling.on else [*self.used, now]
+        return float(zlib.crc32(b"".join(self.used), zlib.crc32(array("I", self.made).tobytes())))
 
     def settle(self, agreed: bool) -> None:
         """Take away the gradients of what no rank has used, or refuse that ranks have called different units.
 
         Args:
-            agreed: whether the marks of all ranks were equal. If so, nothing is sent; every rank has the same.
+            agreed: whether the last marks of all ranks were equal; then nothing is sent. Every rank has the same.
 
         Raises:
             ModelError: ranks have called different units, or, where nothing is filled, used different parameters.
         """
-        used = self._flags() if self.fills else []
+        filling, used = self.filling, self.used[-1]
         if not agreed:
             used, alike = self._of_any(used)
-            if not (alike and self.fills):
+            if not (alike and filling.on):
                 self.refuse()
-        self._take_away(used)
+        for is_used, parameter in zip(used, self._summed.values(), strict=True):
+            if not is_used and id(parameter) in filling.filled:
+                parameter.grad = None
 
-    def _of_any(self, used: Sequence[bool]) -> tuple[list[bool], bool]:
+    def _of_any(self, used: bytes) -> tuple[bytes, bool]:
         """Of which parameters any rank has a gradient, and whether all ranks have called the same units."""
         made = zlib.crc32(array("I", self.made).tobytes())
         halves = [float(made >> 16), float(made & 0xFFFF)]  # whole numbers that fp32 holds
         sent = torch.tensor([*map(float, used), *halves, *(-half for half in halves)])
         *found, high, low, other_high, other_low = self._ranks.largest_of(sent.to(self._ranks.device)).tolist()
-        return [bool(each) for each in found], (high, low) == (-other_high, -other_low)
-
-    def _take_away(self, used: Sequence[bool]) -> None:
-        for is_used, parameter in zip(used, self._summed.values(), strict=False):
-            if not is_used and id(parameter) in self._filled:
-                parameter.grad = None
+        return bytes(map(bool, found)), (high, low) == (-other_high, -other_low)
 
     def begin_pass(self) -> None:
         """Begin a backward pass of a user's, which `end_pass` ends; gradients that there are stay."""
-        self.fills = bool(self._summed)
-        self._used_here = {id(each) for each in self._summed.values() if each.grad is not None}
+        self.filling.on = bool(self._summed)
+        self.filling.used.update(id(each) for each in self._summed.values() if each.grad is not None)
 
     def end_pass(self) -> None:
-        """Compare what ranks have done since the last comparison, and settle the gradients; every rank calls it.
+        """Compare what ranks have done since the last comparison, and settle the gradients.
+
+        Every rank calls it, unless the pass went through no unit of the module.
 
         Raises:
             ModelError: ranks have called different units.
         """
-        used, alike = self._of_any(self._flags() if self.fills else [])
-        if not alike:
-            self.refuse()
-        self._take_away(used)
+        if self.made and self.filling.on:
+            self.mark()
+            self.settle(agreed=False)
+        elif self.made:  # FSDP1, which sums what it has joined
+            self.compare()
         self.clear()
 
     def clear(self) -> None:
         """Forget what was done so far."""
         self.made.clear()
         self.used.clear()
-        self._used_here.clear()
-        self._filled.clear()
-        self.fills = False
+        self.filling.on = False
+        self.filling.used.clear()
+        self.filling.filled.clear()
 
     def compare(self) -> None:
         """Compare what ranks have done since `clear`, where no step does, and forget it; every rank calls it.

@@ -344,13 +344,7 @@ class ChoosingOnRanks(Choosing, OnRanks):
         return {Chosen}
 
     def other_units(self, x: torch.Tensor) -> None:
-        out = self.blocks[int(x[0, 0] > 0)](x)
-        if out.requires_grad:
-            out.square().mean().backward()
-
-    def other_units_without_gradients(self, x: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.other_units(x)
+        self.blocks[int(x[0, 0] > 0)](x).square().mean().backward()
 
 
 class ChoosingInOneProcess(Choosing, InOneProcess):
@@ -367,7 +361,5 @@ def test_ranks_may_use_other_parameters_and_no_other_units(two_ranks: TrainEngin
         found = dict(engine.named_tensors())
         for name, weight in expected.named_parameters():
             assert torch.allclose(found[name], weight, atol=1e-12), name
-        without_gradients = [] if executor == "ddp" else [engine.other_units_without_gradients]  # it gathers nothing
-        for method in (engine.other_units, *without_gradients):
-            with pytest.raises(ModelError, match=r"where rank 0 used blocks.1, rank 1 used blocks.0"):
-                method(NeedParallel(rows))
+        with pytest.raises(ModelError, match=r"where rank 0 used blocks.1, rank 1 used blocks.0"):
+            engine.other_units(NeedParallel(rows))
