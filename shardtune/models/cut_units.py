@@ -54,7 +54,7 @@ class CutUnits:
         try:
             whole = copy.deepcopy(model)
         except Exception as error:  # modules of a user's may hold anything
-            self._names, self._inner, self._reason = [], {}, _told(error)
+            self._names, self._inner, self._reason = [], {}, _in_words(error)
             return
         self._inner = {name: whole.get_submodule(name) for name in inner} if outside else {}
         self._whole = {name: whole.get_submodule(name) for name in self._names}
@@ -97,7 +97,7 @@ class CutUnits:
         except NOT_THE_MODELS:
             raise
         except Exception as error:  # such as of a loss that needs gradients
-            found, reason = {}, _told(error)
+            found, reason = {}, _in_words(error)
         finally:
             root.train(was_training)
         everywhere = ranks.gather(found)
@@ -195,7 +195,7 @@ class _Call:
         except NOT_THE_MODELS:
             raise
         except Exception as error:  # a unit is code of a user's
-            reason = _told(error)
+            reason = _in_words(error)
         before = self._found.get(self._name, (0.0, ""))
         self._found[self._name] = (max(before[0], away), before[1] or reason)
 
@@ -263,7 +263,7 @@ def _keeping_buffers(model: nn.Module) -> Iterator[None]:
             setattr(module, key, buffer.copy_(value))
 
 
-def _told(error: Exception) -> str:
+def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
