@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardtune.cli.arguments import Checkpoint, Trust
+from shardtune.cli.first_rank import is_first_rank
 from shardtune.cli.starting import importing
 from shardtune.cli.words import split_words, without_flags
 from shardtune.errors import ConfigError
@@ -52,5 +52,5 @@ def evaluate(
         from shardtune.run.evaluation import evaluate as run_evaluation
 
     metrics = run_evaluation(path, *overrides, checkpoint=checkpoint, trust=trust or ())
-    if metrics and os.environ.get("RANK", "0") == "0":
+    if metrics and is_first_rank():
         typer.echo(json.dumps(metrics, indent=2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +23,7 @@ from shardtune.cli.arguments import (
     Trust,
     prepared_without_file,
 )
+from shardtune.cli.first_rank import is_first_rank
 from shardtune.cli.starting import importing
 from shardtune.errors import ConfigError, printable
 
@@ -96,7 +96,7 @@ def generate(
     questions = [Question(text, image or []) for text in prompts]
     if file is not None:
         questions, notes = read_prompts(file, source.rows_as_trained(prepared=prepared))
-        for note in notes:
+        for note in notes if is_first_rank() else ():
             typer.echo(f"generate: {note}", err=True)
     answers = source.generate(
         [question.prompt for question in questions],
@@ -109,9 +109,7 @@ def generate(
         folder=file.parent if file else None,
         template_kwargs=[{**given, **question.template_kwargs} for question in questions],
     )
-    if os.environ.get("RANK", "0") != "0":
-        return
-    for question, answer in zip(questions, answers, strict=True):
+    for question, answer in zip(questions, answers, strict=True) if is_first_rank() else ():
         typer.echo(answer_line(question, answer) if file else printable(answer))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardtune.cli.arguments import Checkpoint, Prepared, Trust, prepared_without_file
+from shardtune.cli.first_rank import is_first_rank
 from shardtune.cli.starting import importing
 from shardtune.errors import ConfigError
 
@@ -62,7 +62,7 @@ def predict(
     rows = file if file is not None else [{"text": one} for one in text or ()]
     data = source.recipe.data
     as_they_are = file is None and bool(data.transform or data.columns)
-    shown = os.environ.get("RANK", "0") == "0"
+    shown = is_first_rank()
 
     def note(line: str) -> None:
         if shown:

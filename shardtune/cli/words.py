@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import shlex
 from collections import deque
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import typer
 
+from shardtune.cli.first_rank import is_first_rank
 from shardtune.errors import ConfigError
 
 RECIPE_FLAGS = ("-c", "--config", "--recipe")
@@ -31,7 +31,7 @@ def split_words(words: Sequence[str] | None) -> tuple[str | None, list[str]]:
     recipe = next((word for word in given if not is_override(word)), None)
     if recipe is not None:
         given.remove(recipe)
-    if len(given) > 1 and os.environ.get("RANK", "0") == "0":
+    if len(given) > 1 and is_first_rank():
         from shardtune.config.overrides import replaced
 
         for line in replaced(given):

@@ -148,17 +148,15 @@ def prepare_data(
                 for line in rows.report.quarantined():
                     report(f"data: {line}")
             train = rows
-    if training and not data.shuffle:
-        for note in notes_on_weights(found["train"]):
-            report(f"data: {note}")
     for name, spec in named_sets(eval_spec).items() if eval_spec is not None else ():
         evals[name] = build(spec, "eval", recipe.eval.generate)
     for name, rows in evals.items():
         _require_rows(rows, f"data.eval_data_paths{': ' + name if name else ''}", eval_spec)
     digest = partial(known_digest if by_file else file_digest, root=cache_root(data.cache_dir))
-    for note in notes_on_same_files(found["train"], found["eval"], digest):
-        report(f"data: {note}")
-    for note in notes_on_other_frames([*found["train"], *found["eval"]]):
+    notes = [*notes_on_same_files(found["train"], found["eval"], digest)]
+    notes += notes_on_other_frames([*found["train"], *found["eval"]])
+    notes += notes_on_weights(found["train"]) if training and not data.shuffle else ()
+    for note in notes:
         report(f"data: {note}")
     return PreparedData(make_encoder(recipe.eval.generate), train, evals)
 
