@@ -292,6 +292,7 @@ class RankModule:
         """Run a method on this rank's part of a call; a rank without samples has no result."""
         self.wake()
         share = None if part.num_tokens is None or self._sequence is None else self._sequence.share(part.num_tokens)
+        self._weights.unit_calls.clear()
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._as_printed())
@@ -336,6 +337,21 @@ class RankModule:
             self._ranks.layout.sequence,
             "border" if borders == 1 else f"{borders} borders",
         )
+
+    def called_units(self) -> int:
+        """`Outcome.units` of the last call."""
+        return self._weights.unit_calls.called()
+
+    def refuse_other_units(self) -> None:
+        """Refuse the last call, in which ranks have called other units; every rank calls it.
+
+        Raises:
+            ModelError: always.
+        """
+        try:
+            self._weights.unit_calls.refuse()
+        finally:  # what FSDP has noted of the forwards differs between ranks, and would guide the next backward pass
+            self.recover()
 
     def recover(self) -> None:
         """Reset after an exception in a forward or backward; gradients are discarded."""

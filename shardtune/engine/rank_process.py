@@ -66,11 +66,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a request: a value, or a failure, or where the rank has left an interrupted call."""
+    """The outcome of a request: a value, or a failure, or where the rank has left an interrupted call.
+
+    Attributes:
+        units: of a call, differs between ranks that have called other units of the module after their last backward.
+    """
 
     value: object = None
     failure: Failure | None = None
     left: tuple[int, int] | None = None
+    units: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +201,15 @@ class Host:
         value = getattr(resident, request.action)(*request.arguments)
         return None if request.of_first and self._rank and not self._copies else value
 
+    def units(self, request: Request) -> int:
+        """`Outcome.units` of a request that was carried out."""
+        return self._modules[request.engine].called_units() if request.action == "call" else 0
+
     def answer(self, packed: bytes) -> bytes:
         """The packed outcome of a packed request."""
         try:
-            return pack(Outcome(self.do(unpack(packed))))
+            request: Request = unpack(packed)
+            return pack(Outcome(self.do(request), units=self.units(request)))
         except CallInterrupted as interrupted:
             return pack(Outcome(left=interrupted.place))
         except Exception as error:

@@ -77,6 +77,8 @@ class Team(ABC):
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if failures:
             raise_failure(failures)
+        if len({outcome.units for outcome in outcomes}) > 1:
+            self.request_all(Request(requests[0].engine, "refuse_other_units"))
         return [outcome.value for outcome in outcomes]
 
     def request_all(self, request: Request) -> list[Any]:

@@ -54,9 +54,9 @@ class SpmdRanks(Team):
             return [Outcome(failure=each) for each in failures]
         if request.of_first:
             return [Outcome(own)] * self.num_ranks
-        values: list[bytes] = [b""] * self.num_ranks
-        dist.all_gather_object(values, packed)
-        return [Outcome(unpack(value)) for value in values]
+        values: list[tuple[bytes, int]] = [(b"", 0)] * self.num_ranks
+        dist.all_gather_object(values, (packed, self._host.units(request)))
+        return [Outcome(unpack(value), units=units) for value, units in values]
 
     def _agree(self, failure: Failure | None, problem: BaseException | None) -> list[Failure]:
         """The failures of all ranks; one that fails alone ends here, as the others may be waiting for it elsewhere."""

@@ -89,7 +89,11 @@ class UnitCalls:
             ]
         )
         self.used = [now] if filling.on else [*self.used, now]
-        return float(zlib.crc32(b"".join(self.used), zlib.crc32(array("I", self.made).tobytes())))
+        return float(zlib.crc32(b"".join(self.used), self.called()))
+
+    def called(self) -> int:
+        """A whole number that, all but surely, differs between ranks that have called other units since `clear`."""
+        return zlib.crc32(array("I", self.made).tobytes())
 
     def settle(self, agreed: bool) -> None:
         """Take away the gradients of what no rank has used, or refuse that ranks have called different units.
@@ -111,7 +115,7 @@ class UnitCalls:
 
     def _of_any(self, used: bytes) -> tuple[bytes, bool]:
         """Of which parameters any rank has a gradient, and whether all ranks have called the same units."""
-        made = zlib.crc32(array("I", self.made).tobytes())
+        made = self.called()
         halves = [float(made >> 16), float(made & 0xFFFF)]  # whole numbers that fp32 holds
         sent = torch.tensor([*map(float, used), *halves, *(-half for half in halves)])
         *found, high, low, other_high, other_low = self._ranks.largest_of(sent.to(self._ranks.device)).tolist()

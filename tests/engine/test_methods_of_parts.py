@@ -346,6 +346,10 @@ class ChoosingOnRanks(Choosing, OnRanks):
     def other_units(self, x: torch.Tensor) -> None:
         self.blocks[int(x[0, 0] > 0)](x).square().mean().backward()
 
+    @torch.no_grad()
+    def scores_of_other_units(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2 * int(x[0, 0] > 0)](x)
+
 
 class ChoosingInOneProcess(Choosing, InOneProcess):
     pass
@@ -363,3 +367,8 @@ def test_ranks_may_use_other_parameters_and_no_other_units(two_ranks: TrainEngin
             assert torch.allclose(found[name], weight, atol=1e-12), name
         with pytest.raises(ModelError, match=r"where rank 0 used blocks.1, rank 1 used blocks.0"):
             engine.other_units(NeedParallel(rows))
+        if executor != "ddp":  # where whole weights are on every rank
+            with pytest.raises(ModelError, match=r"where rank 0 used blocks.2, rank 1 used blocks.0"):
+                engine.scores_of_other_units(NeedParallel(rows))
+        again = engine.step(NeedParallel(rows), 2)
+        assert again[0] == again[1] == pytest.approx(expected.step(rows, 4), abs=1e-12)
