@@ -71,7 +71,8 @@ class StepEnd(Event):
 
     Attributes:
         metrics: of the step, read-only, as written to `metrics.jsonl`.
-        updated: False when the step was skipped: no weight changed and `step` did not advance.
+        updated: False when the step was skipped: no weight changed and `step` did not advance, or is that of the
+            checkpoint of a rollback.
     """
 
     method: ClassVar[str] = "on_step_end"
@@ -106,6 +107,23 @@ class Saved(Event):
 
     path: Path
     best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack(Event):
+    """After a rollback (`runner.on_nonfinite`, `runner.on_spike`); `step` is that of the checkpoint.
+
+    Steps and evaluations after it are undone. Those that follow have their numbers again.
+
+    Attributes:
+        checkpoint: whose weights, optimizer and schedule are in use again.
+        undone: the number of optimizer steps that are undone.
+    """
+
+    method: ClassVar[str] = "on_rollback"
+
+    checkpoint: Path
+    undone: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +163,14 @@ class Callback:
     def on_save(self, event: Saved) -> Ask | None:
         """Once a checkpoint is complete on the disk."""
 
+    def on_rollback(self, event: RolledBack) -> Ask | None:
+        """After a rollback; what is counted of steps and evaluations after `event.step` is to be forgotten."""
+
     def on_train_end(self, event: TrainEnd) -> None:
         """After the last step and its checkpoint; requests are no longer possible."""
 
 
-METHODS = tuple(kind.method for kind in (TrainStart, StepEnd, Evaluated, Saved, TrainEnd))
+METHODS = tuple(kind.method for kind in (TrainStart, StepEnd, Evaluated, Saved, RolledBack, TrainEnd))
 
 
 class CallbackError(ConfigError):

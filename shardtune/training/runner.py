@@ -29,6 +29,7 @@ from shardtune.training.callbacks import (
     Callbacks,
     Evaluated,
     Event,
+    RolledBack,
     Saved,
     StepEnd,
     TrainEnd,
@@ -356,6 +357,7 @@ class SFTRunner:
                 self._forget_missing_best()
                 if self._recorder is not None:
                     self._recorder.follow()
+            self._notify(RolledBack, checkpoint=checkpoint, undone=undone)
         command = replay_command(self.run_dir, self._actor.step)
         self._observer.log(f"{command} --rows names the rows that are left out")
 

@@ -22,6 +22,7 @@ from shardtune.config import load_recipe
 from shardtune.config.schema.runner import SpikeConfig
 from shardtune.errors import ConfigError, Interrupted, ModelError
 from shardtune.training.anomalies import Spikes
+from shardtune.training.callbacks import Evaluated, RolledBack, StepEnd, TrainEnd
 from shardtune.training.worker import base
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
@@ -80,6 +81,30 @@ def recipe(folder: Path, name: str, **runner: Any) -> dict[str, Any]:
         },
         "runner": {"device": "cpu", "max_epochs": 1, "save_interval": EVERY, "logger": logger, **WATCHED, **runner},
     }
+
+
+class Counted:
+    """A callback that counts steps and evaluations, and forgets those that are undone."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.evaluated: list[int] = []
+        self.undone: list[tuple[int, int, str]] = []
+
+    def on_step_end(self, event: StepEnd) -> None:
+        if event.updated:
+            self.steps.append(event.step)
+
+    def on_evaluate(self, event: Evaluated) -> None:
+        self.evaluated.append(event.step)
+
+    def on_rollback(self, event: RolledBack) -> None:
+        self.undone.append((event.step, event.undone, event.checkpoint.name))
+        self.steps = [step for step in self.steps if step <= event.step]
+        self.evaluated = [step for step in self.evaluated if step <= event.step]
+
+    def on_train_end(self, event: TrainEnd) -> None:
+        (event.run_dir / "counted.json").write_text(json.dumps([self.steps, self.evaluated, self.undone]))
 
 
 class Killed(Exception):
@@ -249,8 +274,23 @@ def on_ranks(folder: Path) -> dict[str, list[dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, list[dict[str, Any]]]:
     told = both(folder, "1", (8, 11, 17))
-    told["rollback"].append(train(recipe(folder, "rollback-async", **ON["rollback"], async_save=True)))
+    counted = [f"{__file__}:Counted"]
+    told["rollback"].append(
+        train(recipe(folder, "rollback-async", **ON["rollback"], async_save=True, callbacks=counted))
+    )
     return told
+
+
+def test_a_callback_that_counts_can_forget_what_is_undone(
+    folder: Path, alone: Mapping[str, list[dict[str, Any]]]
+) -> None:
+    steps, evaluated, undone = json.loads((folder / "rollback-async" / "counted.json").read_text())
+    logged = alone["rollback"][-1]["lines"]
+    assert steps == [line["step"] for line in logged]
+    assert evaluated == [line["step"] for line in logged if "eval/loss" in line]
+    happened = events(folder / "rollback-async", "rollback")
+    assert [step for step, _, _ in undone] == [event["step"] for event in happened]
+    assert undone[0] == [4, 2, "global_step_4"]
 
 
 @pytest.mark.lengthy
