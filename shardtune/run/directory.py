@@ -40,7 +40,7 @@ from shardtune.run.identity import (
     require_identity,
 )
 from shardtune.run.own_paths import check_name, check_new, check_overwritten
-from shardtune.run.resume_check import LARGER, check_changes, has_grown
+from shardtune.run.resume_check import check_changes, goes_on
 from shardtune.run.versions import installed_version
 from shardtune.training.loggers import METRICS_FILE
 
@@ -156,16 +156,28 @@ def _continue(run_dir: Path, recipe: Recipe, began_from: str | None, sizes: bool
     if not candidates and not was_finished:
         return RunPlan(run_dir, notes=("the run in this directory had saved nothing yet: it begins again",))
     notes += _check_changes(run_dir, recipe)
+    further = not was_finished or goes_on(load_config(run_dir), recipe)
+    if was_finished and further and not any(path.parent == store.folder.resolve() for path in candidates):
+        raise _without_checkpoints(run_dir)
     kept = [name for name in store.not_provably_own() if name not in faults]
     if kept:
         notes.append(f"{', '.join(kept)}: saved by an earlier version, without the id of the run; never removed")
-    grown = any(has_grown(key, load_config(run_dir), recipe) for key in LARGER)
     newest = candidates[0] if candidates else None
     plan = RunPlan(run_dir, newest, tuple(candidates[1:]), began_from, notes=tuple(notes))
-    if not was_finished or grown:
+    if further:
         return plan
     plan = replace(plan, finished=True)
     return without_final(plan, partial(directory_faults, content=False)) if sizes else plan
+
+
+def _without_checkpoints(run_dir: Path) -> CheckpointError:
+    return CheckpointError(
+        "the run is finished, and no checkpoint is left from which it could train on: it would begin again, and "
+        f"replace {FINAL}/",
+        where=str(run_dir / CHECKPOINTS),
+        remedy=f"put a checkpoint back, train {run_dir / FINAL} on in another run (actor.model.model_path), or start "
+        "over with runner.overwrite=true",
+    )
 
 
 def without_final(plan: RunPlan, damage_of: Callable[[Path], Mapping[str, str]]) -> RunPlan:

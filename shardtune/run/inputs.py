@@ -27,7 +27,7 @@ from shardtune.data.sources.resolve import data_fingerprints, named_sets
 from shardtune.errors import CheckpointError, DataError
 from shardtune.run.choose_worker import Objects
 from shardtune.run.identity import MANIFEST, read_manifest
-from shardtune.run.resume_check import is_free
+from shardtune.run.resume_check import ALLOWED, is_free
 
 MODEL, MODEL_TYPE = "actor.model.model_path", "actor.model.model_type"
 TOKENIZER, TEACHER = "actor.tokenizer.tokenizer_model", "actor.teacher.model_path"
@@ -140,11 +140,16 @@ def _changes(recorded: Sequence[Sequence[str]], now: Sequence[tuple[str, str]]) 
         return []
     before, current = {name: content for name, content in recorded}, dict(now)  # noqa: C416
     found = [
-        f"{name} {'has changed' if name in current else 'is gone'}"
+        f"{name} {'has changed' if name in current else _lost(name)}"
         for name, content in before.items()
         if current.get(name) != content
     ]
     return [*found, *(f"{name} is new" for name in current if name not in before)] or ["reordered"]
+
+
+def _lost(name: str) -> str:
+    """How a file or object is missing: the recipe may name another one in its place."""
+    return "is there, but no longer named" if Path(name).is_absolute() and Path(name).exists() else "is gone"
 
 
 def check_same_teacher(run_dir: Path, recipe: Recipe) -> None:
@@ -184,7 +189,7 @@ def check_finished(run_dir: Path, recipe: Recipe, objects: Objects) -> list[str]
     for key, changes in changed.items():
         lines = [f"{key}: {change}" for change in _shortened(changes)]
         if recipe.runner.allows(key):
-            notes += [f"{line} (allowed by runner.allow_changes)" for line in lines]
+            notes += [f"{line} ({ALLOWED})" for line in lines]
         else:
             refused += lines
             keys.append(key)

@@ -59,6 +59,14 @@ FREE = (
 LEFT_OUT = "left_out"
 LARGER = ("runner.max_epochs", "runner.max_steps")
 """Keys that may grow: the run is extended."""
+FIRST_WEIGHTS = (
+    "actor.model.model_path",
+    "actor.model.from_scratch",
+    "actor.model.lora.init",
+    "actor.model.lora.load_from",
+)
+"""Keys that choose the first values of trained weights, which a continued run has from its checkpoint."""
+ALLOWED = "allowed by runner.allow_changes"
 
 
 def is_free(key: str) -> bool:
@@ -70,6 +78,11 @@ def has_grown(key: str, old: Recipe, new: Recipe) -> bool:
     """Whether a limit of the run's length was raised."""
     before, now = flatten(old.to_dict())[key], flatten(new.to_dict())[key]
     return before > 0 and (now > before or now == -1)
+
+
+def goes_on(old: Recipe, new: Recipe) -> bool:
+    """Whether a finished run has steps to come: a limit of its length was raised, or early stopping changed."""
+    return any(has_grown(key, old, new) for key in LARGER) or old.runner.early_stop != new.runner.early_stop
 
 
 def check_changes(
@@ -103,7 +116,8 @@ def check_changes(
         elif key in LARGER and has_grown(key, old, recipe):
             notes.append(f"{key}: {as_written(was)} -> {as_written(is_now)}; the schedule's horizon moves with it")
         elif recipe.runner.allows(key):
-            notes.append(f"{key}: {as_written(was)} -> {as_written(is_now)} (allowed by runner.allow_changes)")
+            kept = "; trained weights are those of the checkpoint" if key in FIRST_WEIGHTS else ""
+            notes.append(f"{key}: {as_written(was)} -> {as_written(is_now)} ({ALLOWED}{kept})")
         else:
             refused.append(f"{key}: {as_written(was)} -> {as_written(is_now)}")
     if refused:

@@ -41,6 +41,7 @@ from shardtune.run.inputs import (
 from shardtune.run.preflight import check_same_rows, connecting, is_one_of_several, try_collective
 from shardtune.run.push import push_command, push_final
 from shardtune.run.rank_training import RankTraining
+from shardtune.run.resume_check import ALLOWED
 from shardtune.training.recorder import Recording
 from shardtune.training.saver import on_main
 from shardtune.training.worker.base import FSDPSftWorker
@@ -144,13 +145,17 @@ def report_finished(plan: RunPlan, recipe: Recipe, objects: Objects, report: Cal
     Raises:
         CheckpointError: its data, weights, code or objects have changed.
     """
-    for note in (*plan.notes, *check_finished(plan.run_dir, recipe, objects)):
+    notes = (*plan.notes, *check_finished(plan.run_dir, recipe, objects))
+    for note in notes:
         report(note)
     if not (plan.run_dir / FINAL / CHECKSUMS).exists():
         report(f"{plan.run_dir / FINAL} was written by an earlier version and has no checksums: it is not verified")
+    unused = ", on which these changes have no effect" if any(ALLOWED in note for note in notes) else ""
+    early = " (or, for early stopping, runner.early_stop.patience)" if recipe.runner.early_stop.enabled else ""
     report(
-        f"{shown_path(plan.run_dir)} is finished; its result is {shown_path(plan.run_dir / FINAL)}. To train on, raise "
-        "runner.max_epochs or runner.max_steps; to begin anew, choose another runner.logger.experiment_name"
+        f"{shown_path(plan.run_dir)} is finished; its result is {shown_path(plan.run_dir / FINAL)}{unused}. To train "
+        f"on, raise runner.max_epochs or runner.max_steps{early}; to begin anew, choose another "
+        "runner.logger.experiment_name"
     )
     if recipe.runner.push_to_hub is not None:
         report(f"to push it again: {push_command(plan.run_dir, recipe.runner.push_to_hub)}")

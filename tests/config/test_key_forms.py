@@ -276,6 +276,10 @@ def test_a_run_of_the_former_names_is_continued(load: Callable[..., Recipe], tmp
     for name in ("optim.lr", "actor.optim.lr", "optim"):
         allowed = load(SHORT, "optim.lr=1", "data.eval_split=0.1", f"runner.allow_changes=[{name}]")
         assert "allowed by runner.allow_changes" in check_changes(old, allowed, tmp_path)[0]
+    key = "actor.model.from_scratch"
+    other = load(SHORT, f"{key}=true", "data.eval_split=0.1", f"runner.allow_changes=[{key}]")
+    (note,) = check_changes(old, other, tmp_path)
+    assert note.endswith("(allowed by runner.allow_changes; trained weights are those of the checkpoint)")
 
 
 def test_allowed_changes_name_keys(load_text: Callable[..., Recipe]) -> None:

@@ -67,6 +67,26 @@ def test_a_finished_run_says_so_and_does_nothing(tiny: Tiny, capsys: pytest.Capt
     assert tree(tiny.run("done")) == before
 
 
+def test_allowed_changes_of_a_finished_run_have_no_effect_and_early_stopping_may_go_on(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shardtune.train(tiny.recipe("done", actor__optim__lr=0.5, runner__allow_changes=["actor.optim"], **DONE))
+    assert "/final, on which these changes have no effect. To train on" in capsys.readouterr().err
+    watched = {
+        "data__eval_data_paths": str(tiny.folder / "eval.jsonl"),
+        "runner__eval_interval": 1,
+        "runner__max_epochs": 1,
+        "runner__early_stop": {"enabled": True, "patience": 1, "mode": "max"},
+    }
+    shardtune.train(tiny.recipe("early", **watched))
+    assert [line["step"] for line in lines(tiny.run("early"))] == [1, 2]
+    shardtune.train(tiny.recipe("early", **watched))
+    assert "(or, for early stopping, runner.early_stop.patience)" in capsys.readouterr().err
+    more = ["runner.early_stop.patience=2", "runner.allow_changes=[runner.early_stop]"]
+    shardtune.train(tiny.recipe("early", **watched), *more)
+    assert [line["step"] for line in lines(tiny.run("early"))] == [1, 2, 3]
+
+
 def test_more_epochs_go_on_and_announce_the_new_horizon(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     with recorded_rows() as seen:
         shardtune.train(tiny.recipe("done", runner__max_epochs=2))
@@ -76,6 +96,15 @@ def test_more_epochs_go_on_and_announce_the_new_horizon(tiny: Tiny, capsys: pyte
     assert "horizon moves from 4 to 8 steps" in told
     assert [line["step"] for line in lines(tiny.run("done"))] == list(range(1, 9))
     assert json.loads((tiny.run("done") / "final/metrics.json").read_text())["step"] == 8
+
+
+def test_more_epochs_without_a_checkpoint_do_not_begin_again(tiny: Tiny) -> None:
+    shutil.rmtree(tiny.run("done") / "checkpoints")
+    before = tree(tiny.run("done"))
+    with pytest.raises(CheckpointError, match="no checkpoint is left from which it could train on"):
+        shardtune.train(tiny.recipe("done", runner__max_epochs=2))
+    assert tree(tiny.run("done")) == before
+    shardtune.train(tiny.recipe("done", **DONE))  # its result is still there
 
 
 def test_more_steps_go_on_too_and_fewer_are_refused(tiny: Tiny) -> None:

@@ -13,6 +13,7 @@ import yaml
 import shardtune
 from shardtune.config.user_code import import_file
 from shardtune.errors import CheckpointError
+from shardtune.run import inputs
 from shardtune.run.inputs import model_fingerprint
 from shardtune.run.run import Run
 from tests.support.tiny_run import Tiny, make_model, make_tiny, make_tokenizer, rows
@@ -135,6 +136,9 @@ def test_a_run_that_goes_on_names_what_has_changed(tiny: Tiny, capsys: pytest.Ca
     expected = f"data.eval_data_paths.held_out: {tiny.folder}/eval.jsonl has changed since this run was started"
     assert "".join(expected.split()) in "".join(capsys.readouterr().err.split()), "the screen breaks lines"
     shardtune.train(written(tiny), "runner.max_steps=2")  # finished, with the data that it ended with
+    before, now = [(str(tiny.folder / name), "1") for name in ("eval.jsonl", "lost.jsonl")], [("other.jsonl", "2")]
+    kept, lost, _ = inputs._changes(before, now)
+    assert (kept.partition(" is ")[2], lost.partition(" is ")[2]) == ("there, but no longer named", "gone")
 
 
 def test_a_class_registered_in_python(tiny: Tiny) -> None:
