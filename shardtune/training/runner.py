@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from shardtune.checkpoint.state_file import read_state
 from shardtune.checkpoint.store import directory_is_gone
 from shardtune.config import Recipe, load_recipe
-from shardtune.errors import Interrupted, ModelError
+from shardtune.errors import Interrupted, ModelError, ShardtuneError
 from shardtune.evaluate.loss import check_monitors
 from shardtune.launch.events import Alive
 from shardtune.launch.outcome import recorded_end
@@ -228,7 +228,10 @@ class SFTRunner:
             self._poll()
         except CallbackError:
             self._callbacks = Callbacks([], self._ranks)
-            self._save_now("a callback failed: saving a checkpoint first")
+            try:
+                self._save_now("a callback failed: saving a checkpoint first")
+            except ShardtuneError as unsaved:  # a second error, which is not to hide the first
+                self._observer.log(f"no checkpoint was saved: {unsaved}")
             raise
 
     def _notify(self, kind: type[Event], **facts: Any) -> None:

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import shardtune
-from shardtune.errors import ConfigError, Interrupted
+from shardtune.checkpoint.store import CheckpointStore
+from shardtune.errors import CheckpointError, ConfigError, Interrupted
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.callbacks import Ask, CallbackError, Callbacks, StepEnd, TrainEnd, load_callbacks
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, train_on_ranks
@@ -211,6 +212,18 @@ def test_a_failure_is_named_saves_and_can_be_gone_on_from(plain: Tiny, tmp_path:
     assert steps == list(range(1, 9)), "a step was told of twice, or not at all"
     assert [entry[1] for entry in told if entry[0] == "on_evaluate"] == [4, 4, 8]  # failed, told again
     assert_as_plain(plain, name)
+
+
+def test_a_save_that_fails_too_hides_no_failure(
+    plain: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Path:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(CheckpointStore, "begin", refuse)
+    with pytest.raises(CallbackError, match="no network"):
+        shardtune.train(recipe(plain, "full", [recorder(tmp_path, fails=("on_step_end 3",))]))
+    assert "no checkpoint was saved: the disk is full" in capsys.readouterr().err
 
 
 def test_a_signal_in_the_last_evaluation_does_not_forget_that_the_run_was_to_stop(
