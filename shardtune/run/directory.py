@@ -154,7 +154,9 @@ def _continue(run_dir: Path, recipe: Recipe, began_from: str | None, sizes: bool
     if not candidates and faults:
         raise none_is_sound(store.folder, faults)
     if not candidates and not was_finished:
-        return RunPlan(run_dir, notes=("no checkpoint is left in this directory, or none was saved yet: the run begins again",))
+        return RunPlan(
+            run_dir, notes=("no checkpoint is left in this directory, or none was saved yet: the run begins again",)
+        )
     notes += _check_changes(run_dir, recipe)
     further = not was_finished or goes_on(load_config(run_dir), recipe)
     if was_finished and further and not any(path.parent == store.folder.resolve() for path in candidates):
