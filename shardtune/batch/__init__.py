@@ -264,10 +264,18 @@ class LossSum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A mean `total / weight`, divided only after both are summed over batches and ranks."""
+    """A mean `total / weight`, divided only after both are summed over batches and ranks.
+
+    Raises:
+        ValueError: the weight is negative, which would take the weight of other batches away.
+    """
 
     total: float
     weight: float
+
+    def __post_init__(self) -> None:
+        if self.weight < 0:
+            raise ValueError(f"the weight of a metric is negative: {self.weight:g}")
 
     def __add__(self, other: Metric) -> Metric:
         return Metric(self.total + other.total, self.weight + other.weight)

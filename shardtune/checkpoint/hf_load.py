@@ -153,7 +153,7 @@ def _matched(
     assignments, unexpected = assign(model, stored, targets)
     unexpected = _reportable(model, unexpected)
     _check_complete(model, targets, assignments, Path(model_path), may_lack)
-    growable = {id(parameter) for parameter in growing(model)} if grow else set()
+    growable = {id(tensor): dim for tensor, dim in growing(model).items()} if grow else {}
     _check_shapes(assignments, targets, growable)
     return assignments, unexpected, described(stored, quantization, model_path)
 
@@ -239,9 +239,15 @@ def _names_made(assignment: Assignment, targets: Mapping[str, BaseTensor]) -> li
 
 
 def _check_shapes(
-    assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor], growable: Collection[int]
+    assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor], growable: Mapping[int, int]
 ) -> None:
-    """Refuse tensors that do not have the shape of their target, before any memory is allocated."""
+    """Refuse tensors that do not have the shape of their target, before any memory is allocated.
+
+    Args:
+        assignments: of stored tensors to the model's.
+        targets: the model's, by name.
+        growable: by the id of a tensor that may have more entries than are stored, the dimension of these.
+    """
     for assignment in assignments:
         if _is_weight(targets[assignment.target]):
             for source in chain.from_iterable(assignment.sources.values()):
@@ -249,8 +255,10 @@ def _check_shapes(
         if assignment.converter is not None:
             continue
         source, target = assignment.single, targets[assignment.target]
-        grows = id(target.tensor) in growable and source.shape[0] < target.shape[0]
-        if tuple(source.shape)[grows:] != tuple(target.shape)[grows:]:
+        expected, dim = list(target.shape), growable.get(id(target.tensor))
+        if dim is not None and len(source.shape) == len(expected):
+            expected[dim] = min(expected[dim], source.shape[dim])
+        if list(source.shape) != expected:
             raise ModelError(
                 f"'{source.name}' has shape {list(source.shape)}, the model expects {list(target.shape)}",
                 where=str(source.file),
@@ -290,6 +298,9 @@ def _read(source: WeightTensor, target: BaseTensor, into: torch.Tensor) -> None:
         source.read_into(into[:there], offsets)
         if there < into.shape[0]:
             into[there:] = _mean_row(source).to(into)
+    elif target.layer is None and tuple(source.shape) != tuple(target.shape):  # a bias per token, whole on each rank
+        into.zero_()
+        source.read_into(into[:, : source.shape[1]], offsets)
     elif target.layer is None:
         source.read_into(into, offsets)
     elif into.numel():

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
+import torch
 from rich.console import Console
-from transformers import TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.chat.template import missing_template
@@ -132,8 +133,43 @@ def answer_line(question: Question, answer: str) -> str:
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False))
 
 
-class _Streamer(TextStreamer):
-    """Prints an answer while it is generated."""
+class Streamer(TextStreamer):
+    """Prints an answer while it is generated, without what stands before an opening of its text.
+
+    Tokens from the first one of `ChatEncoder.answer_opening` on (`<|channel|>analysis<|message|>…` of gpt-oss) are held
+    back until the whole opening is there; an answer that has none is printed in the end.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, opening: Sequence[int]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._opening = list(opening)
+        self._held: list[int] = []
+        self._has_printed = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.next_tokens_are_prompt or not self._opening:
+            super().put(value)
+            return
+        for token in value.flatten().tolist():
+            self._take(token)
+
+    def _take(self, token: int) -> None:
+        if not self._held and token != self._opening[0]:
+            super().put(torch.tensor([token]))
+            self._has_printed = True
+            return
+        self._held.append(token)
+        if self._held[-len(self._opening) :] == self._opening:
+            self._held.clear()
+            if self._has_printed:  # what follows takes its place in the conversation
+                super().end()
+                self.next_tokens_are_prompt = False
+
+    def end(self) -> None:
+        if self._held:
+            super().put(torch.tensor(self._held))
+        self._held, self._has_printed = [], False
+        super().end()
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text(printable(text), stream_end)
@@ -177,7 +213,7 @@ def chat(
         except Exception as error:
             console.print(printable(caused_by(error, text).reason), markup=False)
             continue
-        streamer = _Streamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = Streamer(encoder.tokenizer, encoder.answer_opening)
         try:
             answer = generator.answers([prompt], sampling, streamer=streamer)[0]
         except KeyboardInterrupt:  # drop the question and its answer, and continue

@@ -51,7 +51,7 @@ def as_metrics(values: Mapping[str, Metric | tuple[float, float]], where: str) -
             found[name] = Metric(float(total), float(weight))
         except (TypeError, ValueError) as error:
             raise ModelError(
-                f"the metric {name!r} is {value!r}, not a pair (sum, weight)",
+                f"the metric {name!r} is {value!r}, not a pair (sum, weight) with a weight of 0 or more",
                 where=where,
                 remedy="return the sum over this batch and what it is divided by in the end: "
                 f'{{"{name}": (int(right.sum()), len(right))}}',

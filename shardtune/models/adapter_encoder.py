@@ -46,6 +46,7 @@ class RowEncoding(Protocol):
     """The part of an adapter that deals with rows."""
 
     padding: ClassVar[Mapping[str, float]]
+    image_fields: ClassVar[Sequence[str]]
     reads: ClassVar[Sequence[str]]
 
     @classmethod
@@ -90,6 +91,11 @@ class FieldEncoder:
         self._check_sample(sample)
         fields = {name: _as_array(name, value) for name, value in sample.fields.items()}
         self._check_padding(fields)
+        for name in self._adapter.image_fields:
+            if name not in fields:
+                raise self._no_field(
+                    "image_fields", f"image_fields names {name!r}, which is no field of a row", name, fields
+                )
         size = sample.size or max(1, sum(len(fields[name]) for name in self._adapter.padding if name in fields))
         return replace(sample, fields=fields, size=size)
 
@@ -126,12 +132,15 @@ class FieldEncoder:
                     remedy="leave it out of padding: it is stacked",
                 )
             if name not in fields:
-                near = difflib.get_close_matches(name, fields, n=1)
-                raise ModelError(
-                    f"padding names {name!r}, which is no field of a row",
-                    where=f"{type(self._adapter).__name__}.padding",
-                    remedy=f"did you mean {near[0]!r}?" if near else f"encode gives {', '.join(fields) or 'no fields'}",
-                )
+                raise self._no_field("padding", f"padding names {name!r}, which is no field of a row", name, fields)
+
+    def _no_field(self, attribute: str, what: str, name: str, fields: Mapping[str, np.ndarray]) -> ModelError:
+        near = difflib.get_close_matches(name, fields, n=1)
+        return ModelError(
+            what,
+            where=f"{type(self._adapter).__name__}.{attribute}",
+            remedy=f"did you mean {near[0]!r}?" if near else f"encode gives {', '.join(fields) or 'no fields'}",
+        )
 
     def fit(self, sample: Sample) -> Sample | list[Sample]:
         """The sample with its padded fields cut to `data.max_length`, or handled as `data.on_too_long` specifies."""

@@ -12,6 +12,8 @@ from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
 
 KEY = "actor.tokenizer.new_tokens"
+BIAS = "final_logits_bias"
+"""A buffer [1, tokens] of BART and related models, added to their logits: 0 for new tokens, as in transformers."""
 
 
 def add_new_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
@@ -47,11 +49,12 @@ def grow_embeddings(model: nn.Module, ids: Sequence[int]) -> list[str]:
     return [f"{rows - before} rows more in the embedding, {rows} now, each at first the mean of the others"]
 
 
-def growing(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of a model that have one row per token."""
+def growing(model: nn.Module) -> dict[torch.Tensor, int]:
+    """The tensors of a model that have an entry per token, with their dimension of tokens."""
     if not isinstance(model, PreTrainedModel):
-        return set()
-    return {parameter for module in _embeddings(model) for parameter in module.parameters()}
+        return {}
+    biases = {buffer: 1 for name, buffer in model.named_buffers(recurse=False) if name == BIAS}
+    return biases | {parameter: 0 for module in _embeddings(model) for parameter in module.parameters()}
 
 
 def check_rows(

@@ -155,7 +155,7 @@ def _pair(returned: Pair, spec: str) -> Metric:
         return Metric(float(total), float(weight))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{spec.rpartition(':')[2]} returned {_describe(returned)}, not a pair of numbers",
+            f"{spec.rpartition(':')[2]} returned {_describe(returned)}, not a pair of numbers, the second 0 or more",
             where=f"{METRICS}: {spec}",
             remedy="return (sum, weight): the sum over these targets, and what all sums together are divided by",
         ) from error

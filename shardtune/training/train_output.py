@@ -150,7 +150,8 @@ def metric_of(name: str, value: object, weight: float) -> Metric:
         return Metric(first, *others) if others else Metric(first * weight, weight)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"{TRAIN} returned the metric {name!r} as {_describe(value)}, not as a number",
+            f"{TRAIN} returned the metric {name!r} as {_describe(value)}, not as a number, nor as a sum with a "
+            "weight of 0 or more",
             where=TRAIN,
             remedy="give a number (a mean over the batch), a tensor of several or a pair (sum, weight)",
         ) from error

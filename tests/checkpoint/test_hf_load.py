@@ -20,12 +20,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from shardtune.checkpoint import safetensors_file
 from shardtune.checkpoint.hf_load import init_empty_weights, initialise_weights, load_weights, save_pretrained
 from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.errors import ModelError
+from shardtune.models.new_tokens import grow_embeddings
 from tests.support import tiny_checkpoint as tiny
 from tests.support.dist.ranks import run_ranks
 
@@ -460,3 +469,18 @@ def test_two_ranks_load_save_and_initialise_as_one_does(tmp_path: Path) -> None:
         again = AutoModelForCausalLM.from_pretrained(tmp_path / f"{kind}-out")
         assert differing(state_of(reference), state_of(again)) == [], kind
         assert again.config.architectures == [type(reference).__name__]
+
+
+def test_a_bias_per_token_grows_by_zeros(tmp_path: Path) -> None:
+    """BART has `final_logits_bias`, a buffer of [1, tokens]."""
+    sizes = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "max_position_embeddings": 8, "vocab_size": 16}
+    parts = {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    made = BartForConditionalGeneration(BartConfig(**sizes, **parts))
+    made.final_logits_bias += torch.arange(16.0)
+    made.save_pretrained(tmp_path)
+    with init_empty_weights():
+        model = BartForConditionalGeneration(made.config)
+    grow_embeddings(model, [16, 17])
+    load_weights(model, tmp_path, dtype=torch.float32, grow=True)
+    assert model.final_logits_bias[0].tolist() == [*range(16), 0, 0]
+    assert torch.equal(model.get_input_embeddings().weight[:16], made.get_input_embeddings().weight)

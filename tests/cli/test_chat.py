@@ -17,6 +17,7 @@ from shardtune.run.run import Run
 
 class Encoder:
     tokenizer = template = object()
+    answer_opening = ()
 
     @staticmethod
     def prompt(messages: list[dict[str, Any]], template_kwargs: Mapping[str, object]) -> np.ndarray:

@@ -82,6 +82,7 @@ def test_metrics_of_a_model_are_pairs() -> None:
         ("near", torch.tensor(0.5), r"the metric 'near' is tensor\(0.5000\), not a pair \(sum, weight\)"),
         ("near", (1, 2, 3), "not a pair"),
         ("near", None, "not a pair"),
+        ("near", (1, -2), "not a pair .* with a weight of 0 or more"),
         ("loss", (1.0, 2.0), "a metric is named 'loss'"),
         ("loss/near", (1.0, 2.0), "a metric is named 'loss/near'"),
         ("perplexity", (1.0, 2.0), "a metric is named 'perplexity'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -486,6 +486,12 @@ def test_keys_that_an_adapter_does_not_read_are_refused(
         find_adapter(recipe(data=data, **model))
 
 
+class Blurred(Small):
+    """Names as an image what it does not have."""
+
+    image_fields: ClassVar[Sequence[str]] = ("not",)
+
+
 class Misspelt(Small):
     """Pads what it does not have."""
 
@@ -496,6 +502,8 @@ def test_padding_of_a_field_that_is_not_there_is_refused() -> None:
     with pytest.raises(ModelError, match="padding names 'note', which is no field of a row") as caught:
         encoder(adapter="Misspelt").encode(LABELLED)
     assert caught.match("did you mean 'notes'")
+    with pytest.raises(ModelError, match="image_fields names 'not', which is no field of a row"):
+        encoder(adapter="Blurred").encode(LABELLED)
 
 
 class Filled(Small):

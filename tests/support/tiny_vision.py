@@ -373,7 +373,9 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "config": {
             "text_config.mlp_layer_types": ["dense", "sparse"],
             "vision_config.sam_config.downsample_channels": [16, 32],
+            "text_config.num_experts_per_tok": 2,
         },
+        "pixels": {"size": {"height": 768, "width": 768}, "tile_size": 768, "patch_size": 16},
     },
     "emu3": {
         "named": {"image_wrapper_token": "<|image token|>", "eof_token": "<eof>"},

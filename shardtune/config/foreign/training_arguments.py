@@ -94,10 +94,10 @@ TRAINING_ARGUMENTS: Table = {
     **each(
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank "
         "accelerator_config dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
-        "dataloader_multiprocessing_context dataloader_in_order save_on_each_node save_safetensors "
-        "overwrite_output_dir",
+        "dataloader_multiprocessing_context dataloader_in_order save_on_each_node save_safetensors",
         NotNeeded("shardtune does this itself"),
     ),
+    "overwrite_output_dir": NotNeeded("the same command continues a run; runner.overwrite=true begins anew"),
     **each(
         "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval "
         "fp16_full_eval",

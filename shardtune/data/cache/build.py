@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -189,12 +189,22 @@ def _reason(row: Row | RowError, error: RowError) -> str:
 def _row_digest(row: Row) -> int:
     """A hash of the row as stored in the file, so that the same row has it under every tokenizer and template.
 
-    All frames of an episode have one: `data.eval_split` goes by it, and neighbouring frames are nearly the same.
+    A column that is null is none: Parquet has a null in each row for a column that another row has. All frames of an
+    episode have one hash: `data.eval_split` goes by it, and neighbouring frames are nearly the same.
     """
     if isinstance(row, FrameRow):
         return row.digest
     text = json.dumps(row, sort_keys=True, default=str)
+    if "null" in text:
+        text = json.dumps(_without_nulls(row), sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _without_nulls(value: object) -> object:
+    """A value of a row without the keys that are null, in the dicts in it too; nulls in lists are kept."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 # -- processes -----------------------------------------------------------------------------------------------------

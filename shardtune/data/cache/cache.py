@@ -27,7 +27,7 @@ from shardtune.errors import DataError
 from shardtune.launch.progress import PROGRESS
 
 # Part of every key: raise it when reading or recognising rows gives something else than before.
-READING_VERSION = 4
+READING_VERSION = 5
 _WAIT_LINE_SECONDS = 10.0
 
 

@@ -320,7 +320,8 @@ class ImageText(AppliedImages):
         vars(applied)["tokenizer"] = _GivenTokens(self.tokenizer, input_ids)
         with self._at_work(images):
             made = applied(images=[list(images)], text=[self.image_token * len(images)], return_tensors="pt")
-        return {key: made[key] for key in self._pixel_keys}
+        types = [] if self.token_types is None else [self.token_types]
+        return {key: made[key] for key in (*self._pixel_keys, *types)}
 
     def _process(
         self, images: Sequence[Image.Image], rows: Sequence[int] = (), text: str | None = None, **options: bool

@@ -104,7 +104,10 @@ def _pair(name: object, value: object) -> Metric:
         return value
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise _no_result(value, f"as {name!r}, not a pair (sum, weight)")
-    return Metric(float(value[0]), float(value[1]))
+    total, weight = map(float, value)
+    if weight < 0:
+        raise _no_result(value, f"as {name!r}, whose weight is negative")
+    return Metric(total, weight)
 
 
 def _no_result(output: object, why: str) -> ModelError:

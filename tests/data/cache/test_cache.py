@@ -224,6 +224,18 @@ class TestViews:
         assert other.fingerprint != dataset.fingerprint
         assert {text for text, _, _ in rows_of(other.split_by_hash(0.2)[1])} == held_texts
 
+    def test_a_column_that_is_null_is_none(self, tmp_path, build):
+        """Parquet has a null for each column that another row has: equal rows are on one side of a split."""
+        whole = [{"text": "a=b", "meta": {"n": 1}}, {"text": "a=b", "meta": None}, {"text": "a=b", "meta": {"n": None}}]
+        alike = [
+            {"text": "a=b", "meta": {"n": 1, "of": None}, "other": None},
+            {"text": "a=b"},
+            {"text": "a=b", "meta": {}},
+        ]
+        first, second = (build(write(tmp_path / f"{n}.jsonl", rows)) for n, rows in enumerate((whole, alike)))
+        assert first.hashes.tolist() == second.hashes.tolist()
+        assert len({*first.hashes.tolist()}) == 3
+
     def test_split_that_leaves_nothing(self, tmp_path, build):
         dataset = build(write(tmp_path / "a.jsonl", ROWS[:1]))
         with pytest.raises(DataError, match=r"of 1 rows leaves"):

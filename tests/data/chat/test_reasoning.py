@@ -6,8 +6,10 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 
 from shardtune.batch import Sample
+from shardtune.cli.chat import Streamer
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import RowError
@@ -213,7 +215,9 @@ def test_another_name_and_another_format(make_tokenizer: Any, trained: Any) -> N
     assert kept.reference == "It is 4."
 
 
-def test_what_names_the_kind_of_an_answer_is_no_part_of_it(make_tokenizer: Any) -> None:
+def test_what_names_the_kind_of_an_answer_is_no_part_of_it(
+    make_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As gpt-oss has it: without special tokens the text of an answer would begin with `final`."""
     tokenizer = make_tokenizer(eos_token="<|end|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|message|>"]})
@@ -222,11 +226,25 @@ def test_what_names_the_kind_of_an_answer_is_no_part_of_it(make_tokenizer: Any) 
     )
     encoder = ChatEncoder(tokenizer, template)
     assert tokenizer.decode(encoder.answer_opening) == "<|channel|>final<|message|>"
+    streamer = Streamer(tokenizer, encoder.answer_opening)
+
+    def streamed(tokens: list[int]) -> str:
+        streamer.put(torch.tensor([[1, 2]]))  # the prompt
+        for token in tokens:
+            streamer.put(torch.tensor([token]))
+        streamer.end()
+        return capsys.readouterr().out
+
     made = Generator(Any, tokenizer, encoder.stop_token_ids, Any, opening=encoder.answer_opening)  # pyright: ignore
     for before in ("", "<|channel|>a<|message|>2 and 2<|end|><|assistant|>"):
         tokens = tokenizer(f"{before}<|channel|>final<|message|>It is 4.<|end|>", add_special_tokens=False)["input_ids"]
         assert made.text(tokens) == "It is 4."
-    assert made.text(tokenizer("It is 4.<|end|>", add_special_tokens=False)["input_ids"]) == "It is 4."
+        assert streamed(tokens) == "It is 4.\n"
+    tokens = tokenizer("It is 4.<|end|>", add_special_tokens=False)["input_ids"]
+    assert made.text(tokens) == "It is 4."
+    assert streamed(tokens) == "It is 4.\n"
+    tokens = tokenizer("<|channel|>a<|message|>2 and 2<|end|>", add_special_tokens=False)["input_ids"]
+    assert f"{made.text(tokens)}\n" == streamed(tokens), "an answer without the opening is printed in the end"
     for other in (CHANNELS, MARKED, load_template("chatml", tokenizer)):
         assert ChatEncoder(tokenizer, other).answer_opening == ()
 

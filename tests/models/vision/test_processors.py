@@ -66,6 +66,19 @@ def test_a_row_of_two_images_is_the_processors_own(family: str, tmp_path: Path) 
     assert images.token_type_ids(np.array([0, images.tokenizer.get_vocab()[images.image_token]])).tolist() == [0, 1]
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # ERNIE's processor
+def test_inputs_that_follow_the_text_have_the_kinds_of_its_tokens() -> None:
+    """ERNIE 4.5-VL computes positions from them, and has other kinds for its experts."""
+    images = image_text(make_processor("ernie4_5_vl_moe"))
+    assert images.one_row
+    shown = [Image.new("RGB", (32, 32))]
+    text = images.expand(f"a{images.image_token}", [shown[0].size]).text
+    ids = np.array(images.tokenizer(text, add_special_tokens=False)["input_ids"])
+    made = images.of_row({}, ids, shown)
+    assert made.keys() == {"image_grid_thw", "mm_token_type_ids", "moe_mm_token_type_ids", "pixel_values"}
+    assert made["mm_token_type_ids"][0].tolist() == images.token_type_ids(ids).tolist()
+
+
 def test_images_side_by_side_are_a_bad_row_where_they_are_written_in_another_way() -> None:
     images = image_text(make_processor("idefics2"))
     token = images.image_token

@@ -87,10 +87,12 @@ def test_no_blank_image_lengthens_a_row_of_a_model_that_is_not_packed(tmp_path: 
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize(("family", "exact"), [("paligemma", ROUNDED), ("git", EXACT), ("blip", EXACT)])
+@pytest.mark.parametrize(
+    ("family", "exact"), [("paligemma", ROUNDED), ("git", EXACT), ("blip", EXACT), ("ernie4_5_vl_moe", ROUNDED)]
+)
 def test_rows_are_those_of_their_processor(family: str, exact: float, tmp_path: Path) -> None:
     """PaliGemma's sees the text before the first answer in both directions, and writes around it; GIT and BLIP take an
-    image beside the text."""
+    image beside the text; ERNIE 4.5-VL sends tokens to experts by their kind."""
     values, rows = saved(family, tmp_path, ROWS_OF_IMAGES[2])
     check(run_recipe(values), plain(tmp_path, rows, 2), exact)
 

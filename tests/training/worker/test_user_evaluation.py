@@ -127,6 +127,7 @@ def test_samples_that_cannot_be_counted_are_not_compared() -> None:
         (torch.zeros(4), "a tensor of shape [4], neither a number"),
         (None, "None, neither a number of correct samples nor a dict of (sum, weight)"),
         ({"accuracy": 0.5}, "0.5, as 'accuracy', not a pair (sum, weight)"),
+        ({"accuracy": (1, -2)}, "(1, -2), as 'accuracy', whose weight is negative"),
     ],
     ids=str,
 )
