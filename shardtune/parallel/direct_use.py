@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class ShardedOperands(TorchFunctionMode):
         root: the sharded module.
         compute: the dtype of the computation.
         compare: is called before weights are gathered.
+        used: gets the `id` of each weight that has a gradient from an operation here, in the backward pass.
         units: sharded modules in the root whose weights are DTensors also while they are gathered, for tensor ranks.
     """
 
@@ -60,12 +61,14 @@ class ShardedOperands(TorchFunctionMode):
         root: FSDPModule,
         compute: torch.dtype,
         compare: Callable[[str], None],
+        used: Callable[[int], object],
         units: Sequence[FSDPModule] = (),
     ) -> None:
         super().__init__()
         self._root = root
         self._compute = compute
         self._compare = compare
+        self._used = used
         self._is_open = gathered_now([root, *units])
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._weights: dict[int, tuple[torch.Tensor, DTensor]] = {}
@@ -189,7 +192,12 @@ class ShardedOperands(TorchFunctionMode):
         names = tensor.device_mesh.mesh_dim_names or ()
         gradient: list[Placement] = [Replicate() if name == "tensor" else Partial() for name in names]
         whole = tensor.full_tensor(grad_placements=gradient)
+        if whole.requires_grad:  # FSDP2, which sums gradients of gathered weights, has none of this one
+            whole.register_hook(partial(self._note_gradient, id(tensor)))
         return whole.to(self._compute) if whole.is_floating_point() else whole
+
+    def _note_gradient(self, weight: int, _: torch.Tensor) -> None:
+        self._used(weight)
 
 
 def _filled(args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:

@@ -497,7 +497,8 @@ class Weights:
     def _whole_operands(self, compute: torch.dtype) -> AbstractContextManager[object]:
         if isinstance(self._root, FSDPModule) and self._outside():
             units = self._sharded if self._ranks.layout.tensor > 1 else ()
-            return ShardedOperands(self._root, compute, self._same_call.compare, units)
+            used = self.unit_calls.filling.used.add
+            return ShardedOperands(self._root, compute, self._same_call.compare, used, units)
         return nullcontext()
 
     def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:

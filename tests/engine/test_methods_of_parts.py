@@ -311,10 +311,11 @@ def test_parts_of_a_module_of_whole_models(two_ranks: TrainEngine, executor: Any
 
 
 class Chosen(torch.nn.Module):
-    """Of two equal layers the rows choose one; the third is never used."""
+    """Of two equal layers the rows choose one; the third is never used. A method uses `start` beside the forward."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.start = torch.nn.Parameter(torch.full((3,), 0.1, dtype=torch.float64))
         self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3).double() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -331,7 +332,7 @@ class Choosing:
 
     def step(self: Any, x: torch.Tensor, micro_batches: int) -> float:
         for part in x.chunk(micro_batches):
-            (self.blocks[1](self.blocks[0](part)).square().mean() / micro_batches).backward()
+            (self.blocks[1](self.blocks[0](part + self.blocks[0].start)).square().mean() / micro_batches).backward()
         norm = self.clip_grad_norm_(0.5)
         self.optimizer.step()
         self.optimizer.zero_grad()
