@@ -114,7 +114,12 @@ class ShardedOperands(TorchFunctionMode):
         if operation.draws and isinstance(filled := _filled(args, given), DTensor):
             return self._drawn(operation, filled, args, given)
         if operation.keeps_parts or operation.call == GET_GRAD:
-            return operation.call(*args, **given)
+            try:
+                return operation.call(*args, **given)
+            except RuntimeError as error:
+                if operation.changes and "mixed torch.Tensor and DTensor" in str(error):
+                    raise beside_whole(operation.name) from error
+                raise
         if all(not tensor.ndim and not tensor.requires_grad for tensor in plain):  # numbers
             with suppress(RuntimeError):  # an operation that DTensors do not have
                 result = operation.call(*args, **given)
@@ -240,6 +245,16 @@ def other_data() -> ModelError:
         where="parameter.data",
         remedy="change it in place: parameter.data.copy_(…), mul_, add_, lerp_; and keep copies of weights "
         "(parameter.detach().clone()), as they change, too",
+    )
+
+
+def beside_whole(name: str) -> ModelError:
+    """A change of a weight in place by a tensor that is no weight: ranks change their parts, and it is whole."""
+    return ModelError(
+        f"{name} changes this rank's part of a weight, and a tensor beside it is no part of one",
+        where=name,
+        remedy="give weights their values in materialization_source() or by engine.load(); in place, use numbers, "
+        "other weights, and their gradients and states (copy_(other), mul_(0.9), lerp_(other, 0.1))",
     )
 
 

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardtune.errors import ModelError
 from shardtune.parallel.direct_use import (
+    beside_whole,
     lost_view,
     other_data,
     same_memory,
@@ -183,8 +184,10 @@ class FlatOperands(TorchFunctionMode):
         try:
             result = operation.call(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
-            if parts or (own and self._divides and operation.changes):
+            if parts:
                 raise _of_a_part(operation.name) from error
+            if own and self._divides and operation.changes:
+                raise beside_whole(operation.name) from error
             raise
         if not parts and not (self._divides and own and _is_of_the_part(operation)):
             return result

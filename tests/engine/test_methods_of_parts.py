@@ -344,6 +344,10 @@ class ChoosingOnRanks(Choosing, OnRanks):
     def non_split_modules(self) -> set[type]:
         return {Chosen}
 
+    def filled_by_a_whole_tensor(self) -> None:
+        with torch.no_grad():
+            self.blocks[0].start.copy_(torch.ones(3))
+
     def other_units(self, x: torch.Tensor) -> None:
         self.blocks[int(x[0, 0] > 0)](x).square().mean().backward()
 
@@ -366,6 +370,8 @@ def test_ranks_may_use_other_parameters_and_no_other_units(two_ranks: TrainEngin
         found = dict(engine.named_tensors())
         for name, weight in expected.named_parameters():
             assert torch.allclose(found[name], weight, atol=1e-12), name
+        with pytest.raises(ModelError, match=r"copy_ changes this rank's part of a weight"):
+            engine.filled_by_a_whole_tensor()
         with pytest.raises(ModelError, match=r"where rank 0 used blocks.1, rank 1 used blocks.0"):
             engine.other_units(NeedParallel(rows))
         if executor != "ddp":  # where whole weights are on every rank
