@@ -45,8 +45,8 @@ class AutoProcessor:
 
         Args:
             pretrained_model_name_or_path: the directory or Hub name.
-            use_fast: accepted as printed in RLite's document. Images go through Pillow here, never through torchvision,
-                and both give the same processor.
+            use_fast: accepted as printed in RLite's document. Images go through Pillow in either case, and through
+                torchvision where the processor has no other backend.
             trust_remote_code: run Python code that comes with the processor.
         """
         path = str(pretrained_model_name_or_path)

@@ -107,6 +107,16 @@ _OMNI = {
     },
     "config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
 }
+_PIXTRAL = {
+    "class": "PixtralProcessor",
+    "pil": "PixtralImageProcessorPil",
+    "tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+    "writes": "[IMG]",
+    "ids": {"image_token_id": "[IMG]", "image_token_index": "[IMG]"},
+    "config": {"vision_config.head_dim": 8},
+    "pixels": {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
+    "processor": {"patch_size": 14, "spatial_merge_size": 2},
+}
 _MOLMO = ("im_patch", "im_col", "im_start", "low_res_im_start", "frame_start", "im_end", "frame_end", "im_low")
 _GRID = {"image_grid_pinpoints": [[28, 56], [56, 28]]}
 _CLIP = {"text_config.model_type": "llama", "vision_config.model_type": "clip_vision_model"}
@@ -300,7 +310,51 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "whole": {"placed": False, "nested": False, "strips": True},
     },
     "kosmos-2.5": {"impossible": "its processor makes 4,096 patches of every image"},
-    "mistral4": {"class": "PixtralProcessor"},
+    "mistral3": _PIXTRAL,
+    "mistral4": _PIXTRAL,
+    "mistral_large4": _PIXTRAL,
+    "cohere2_vision": {
+        "named": {"img_line_break_token": "<nl>"},
+        "config": {**_SIGLIP, "text_config.model_type": "cohere2", "alignment_intermediate_size": 64},
+        "pixels": {"crop_to_patches": True, "max_patches": 2, "patch_size": 1},
+    },
+    "llama4": {
+        "tokens": [
+            "<|image|>",
+            "<|image_start|>",
+            "<|image_end|>",
+            "<|patch|>",
+            "<|tile_x_separator|>",
+            "<|tile_y_separator|>",
+        ],
+        "writes": "<|image|>",
+        "ids": {"image_token_id": "<|patch|>", "image_token_index": "<|patch|>"},
+        "config": {
+            "vision_config.pixel_shuffle_ratio": 0.5,
+            "vision_config.projector_input_dim": 32,
+            "vision_config.projector_output_dim": 32,
+            "vision_config.vision_output_dim": 32,
+        },
+    },
+    "minimax_m3_vl": {
+        "tokens": ["]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["],
+        "writes": "]<]image[>[",
+        "ids": {"image_token_id": "]<]image[>[", "image_token_index": "]<]image[>[", "video_token_id": "]<]video[>["},
+    },
+    "muse_glimmer": {
+        "tokens": ["<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>"],
+        "writes": "<|patch|>",
+        "ids": {"image_token_id": "<|patch|>", "video_token_id": "<|video|>"},
+    },
+    "perception_lm": {"impossible": "its vision tower needs the package timm"},
+    "step3p7": {
+        "tokens": ["<im_patch>", "<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>"],
+        "writes": "<im_patch>",
+        "ids": {"image_token_id": "<im_patch>"},
+        "pixels": {"size": {"height": 112, "width": 112}, "patch_size": 56},
+        "config": {"vision_config.image_size": 112},
+        "whole": {},
+    },
     "fast_vlm": {"impossible": "its vision tower needs the package timm"},
     "gemma3n": {"impossible": "its vision tower needs the package timm"},
     "cosmos3_omni": {**_QWEN3, "class": "Qwen3VLProcessor"},
@@ -341,7 +395,8 @@ VISION: Mapping[str, Mapping[str, Any]] = {
             "frame_start_token_id": "<frame_start>",
             "frame_end_token_id": "<frame_end>",
         },
-        "config": {"vision_config.image_size": [28, 28], "adapter_config.vision_feature_layer": [1, 0]},
+        "config": {"vision_config.image_size": [56, 56], "adapter_config.vision_feature_layer": [1, 0]},
+        "pixels": {"size": {"height": 56, "width": 56}, "overlap_margins": [1, 1], "max_crops": 2},
     },
     "nemotron_h_omni": {"config": {"vision_config.video_temporal_patch_size": 2}},
     "cohere_compass": {
@@ -424,8 +479,29 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "pil": "Gemma4ImageProcessorPil",
         "pixels": {"max_soft_tokens": 70},
     },
-    "gemma4_unified": {"audio": "Gemma4UnifiedAudioFeatureExtractor"},
-    "inkling_mm_model": {"audio": "InklingFeatureExtractor"},
+    "gemma4_unified": {"audio": "Gemma4UnifiedAudioFeatureExtractor", "pixels": {"max_soft_tokens": 70}},
+    "lfm2_vl": {
+        "pixels": {
+            "encoder_patch_size": 14,
+            "min_image_tokens": 1,
+            "max_image_tokens": 4,
+            "tile_size": 56,
+            "max_tiles": 2,
+        },
+    },
+    "minicpm_ocr": {"pixels": {"scale_resolution": 56, "max_slice_nums": 2}},
+    "muse_spark": {
+        "audio": "MuseSparkFeatureExtractor",
+        "tokens": ["<|patch|>"],
+        "writes": "<|patch|>",
+        "named": {"image_token": "<|patch|>"},
+        "ids": {"image_token_id": "<|patch|>"},
+    },
+    "unlimited_ocr": {
+        "pixels": {"size": {"height": 128, "width": 128}, "tile_size": 64},
+    },
+    "inkling_mm_model": {"audio": "InklingFeatureExtractor", "pixels": {"size": {"height": 14, "width": 14}}},
+    "kimi_k25": {"config": {"projection_hidden_size": 32}},
     "gemma4": {"audio": "Gemma4AudioFeatureExtractor", "pixels": {"max_soft_tokens": 70}},
 }
 """What single families need besides small sizes: `config`, `pixels` (image processor), `processor`, `writes` (what

@@ -6,6 +6,7 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -468,7 +469,9 @@ def with_images(family: str, folder: Path, precision: str, kind: str) -> Materia
     found: list[Any] = []
 
     def made() -> list[Any]:
-        found.extend(() if found else inputs_of(folder, rows))
+        if not found:  # in a thread, where float32 stays so: processors by torchvision compute with torch
+            with ThreadPoolExecutor(1) as thread:
+                found.extend(thread.submit(inputs_of, folder, rows).result())
         return found
 
     def prompts(_: Trained) -> list[dict[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+from transformers.utils import is_torchvision_available
 
 from shardtune.data.encoder import RowError
 from shardtune.data.images.derived import derived_class
@@ -76,7 +77,8 @@ def lacks_video(processor: object) -> bool:
 def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> ProcessorMixin:
     """The processor of a directory or Hub name.
 
-    Images are always processed by Pillow, so that pixels do not depend on which packages are installed.
+    Images are processed by Pillow wherever a class has a backend for it, so that pixels do not depend on which packages
+    are installed; by torchvision where a class has no other.
 
     Raises:
         ModelError: there is none, or it cannot work without torchvision.
@@ -176,7 +178,7 @@ def _class_name(folder: Path) -> str | None:
 
 def _cannot_load(path: str, name: str, error: Exception) -> ModelError:
     reason = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
-    if "orchvision" in str(error):
+    if "orchvision" in str(error) and not is_torchvision_available():
         what = f"the processor {name} of {path} works by torchvision alone, which is not installed: {reason}"
         remedy = "pip install torchvision, or use a model whose image processor works by Pillow (shardtune models)"
     elif isinstance(error, ImportError):

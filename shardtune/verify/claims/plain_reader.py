@@ -150,14 +150,17 @@ def text_of(directory, text):
 
 
 def inputs_of(directory, rows, base):
-    """What a directory's processor makes of each row's text and images; the error where the base's cannot be loaded."""
+    """What a directory's processor makes of each row's text and images; the error where the base's cannot be loaded.
+
+    By Pillow, as in training: torchvision, which transformers takes where it is installed, resizes to other bytes.
+    """
     from PIL import Image
 
     try:
-        processor = AutoProcessor.from_pretrained(directory)
+        processor = AutoProcessor.from_pretrained(directory, backend="pil")
     except (ImportError, ValueError, OSError) as error:  # torchvision is not installed, or the class is not known
         try:
-            AutoProcessor.from_pretrained(base)
+            AutoProcessor.from_pretrained(base, backend="pil")
         except (ImportError, ValueError, OSError):
             return str(error)
         raise

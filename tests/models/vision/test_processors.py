@@ -14,9 +14,11 @@ from PIL import Image
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.utils import is_torchvision_available
 
 from shardtune.data.encoder import RowError
 from shardtune.errors import ModelError
+from shardtune.models.vision import processors
 from shardtune.models.vision.processors import applied_images, image_text, load_processor, without_video
 from tests.support.tiny_vision import make_processor
 from tests.support.vision import FAMILIES, save_vision_model
@@ -107,13 +109,21 @@ def test_a_directory_without_a_processor(tmp_path: Path) -> None:
     assert "save_pretrained" in str(caught.value.remedy)
 
 
-def test_a_processor_that_needs_torchvision(tmp_path: Path) -> None:
-    """Llama 4's image processor has no Pillow backend."""
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_processor_that_needs_torchvision(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4's image processor has no Pillow backend. An error where torchvision is there has another remedy."""
+    if installed:
+        monkeypatch.setattr(processors, "is_torchvision_available", lambda: True)
+    elif is_torchvision_available():
+        pytest.skip("torchvision is installed")
     folder = save_vision_model("llava", tmp_path)
     file = folder / "processor_config.json"
     content = json.loads(file.read_text())
     content["image_processor"]["image_processor_type"] = "Llama4ImageProcessorFast"
     file.write_text(json.dumps(content))
+    if installed:
+        content["image_processor"] |= {"image_processor_type": "CLIPImageProcessorFast", "size": "torchvision"}
+        file.write_text(json.dumps(content))
     with pytest.raises(ModelError, match="orchvision") as caught:
         load_processor(str(folder), AutoConfig.from_pretrained(folder))
-    assert "pip install torchvision" in str(caught.value.remedy)
+    assert ("pip install torchvision" in str(caught.value.remedy)) is not installed

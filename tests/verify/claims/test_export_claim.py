@@ -102,3 +102,16 @@ def test_a_directory_that_the_run_cannot_load_is_named(adapted: Both) -> None:
     own["unusable"] = "lm_head.weight is missing"
     with pytest.raises(Failed, match="cannot be loaded by shardtune: lm_head"):
         compared(own, found)
+
+
+def test_a_directory_is_read_by_the_backend_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes torchvision's where it is installed, whose pixels are others."""
+    asked: list[dict[str, object]] = []
+
+    def from_pretrained(_: Path, **options: object) -> object:
+        asked.append(options)
+        return None
+
+    monkeypatch.setattr(plain_reader.AutoProcessor, "from_pretrained", from_pretrained)
+    assert plain_reader.inputs_of(tmp_path, [], tmp_path) == []
+    assert asked == [{"backend": "pil"}]
