@@ -8,7 +8,8 @@ docs/benchmarks.md and the list behind `shardtune models`; ends with exit code 1
 
 Each architecture has a process of its own, forked from one that has imported everything, with a limit of CPU seconds.
 Results are lines of a file, so that the command goes on where it stopped; those of other versions of transformers do
-not count.
+not count, nor where torchvision is installed those without it, and the other way round. The section is that of an
+environment without torchvision; with it the lines are printed alone.
 
     python bench/zoo.py                                # those that the file lacks
     python bench/zoo.py --only qwen3_next llava        # these again
@@ -39,6 +40,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.utils import is_torchvision_available
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
@@ -65,6 +67,8 @@ CPU_SECONDS, WALL_SECONDS = 90, 900
 """Limits of one architecture."""
 LIST = ROOT / "shardtune" / "models" / "architectures.json"
 RESULTS = ROOT / "build" / "zoo.jsonl"
+HERE = {"transformers": transformers.__version__, "torchvision": is_torchvision_available()}
+"""The packages that results depend on."""
 FAMILIES = {CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, IMAGES: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 WHY = {
     "torchvision": "have processors that need torchvision, which is not installed here",
@@ -132,10 +136,10 @@ def in_a_process(kind: str, family: str) -> Result:
 
 
 def stored(file: Path) -> dict[Key, Result]:
-    """The latest result of each architecture, of this version of transformers."""
+    """The latest result of each architecture, of this environment."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     read: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    ours = [one["result"] for one in read if one["transformers"] == transformers.__version__]
+    ours = [one["result"] for one in read if {"torchvision": False, **one, "result": None} == {**HERE, "result": None}]
     return {(one["kind"], one["family"]): Result(**one) for one in ours}
 
 
@@ -229,10 +233,10 @@ def main() -> int:
         cpu = used.ru_utime + used.ru_stime - began[1].ru_utime - began[1].ru_stime
         print(kind, *line(result), f"[{cpu:.1f} s CPU]", sep=" | ", flush=True)
         with given.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"transformers": transformers.__version__, "result": asdict(result)}) + "\n")
+            file.write(json.dumps({**HERE, "result": asdict(result)}) + "\n")
     found = stored(given.results)
     results = [found[key] for key in families() if key in found]
-    if len(results) == len(families()):
+    if len(results) == len(families()) and not HERE["torchvision"]:
         write_down(results)
     print(summary(results))
     return 1 if any(result.how in (WRONG, CRASHED) for result in results) else 0
