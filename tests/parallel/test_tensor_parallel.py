@@ -59,7 +59,7 @@ class Shared(Adapter):
         return Sample(fields={"x": np.array(row["x"], np.float64), "y": np.array(row["y"], np.float64)})
 
     def loss(self, model, batch):
-        return LossSum(F.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), len(batch["x"]))
+        return LossSum(F.mse_loss(model(batch["x"]).to(batch["y"]), batch["y"], reduction="sum"), len(batch["x"]))
 
 
 class Scaled(Shared):
