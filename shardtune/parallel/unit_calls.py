@@ -121,8 +121,18 @@ class UnitCalls:
         *found, high, low, other_high, other_low = self._ranks.largest_of(sent.to(self._ranks.device)).tolist()
         return bytes(map(bool, found)), (high, low) == (-other_high, -other_low)
 
+    def agree(self) -> None:
+        """Compare what ranks have done for an update of a user's, and settle its gradients; every rank calls it.
+
+        Raises:
+            ModelError: ranks have called different units.
+        """
+        mark = self.mark()
+        self.settle(self._ranks.sum((), [mark])[0] == mark * self._ranks.world_size)
+        self.clear()
+
     def begin_pass(self) -> None:
-        """Begin a backward pass of a user's, which `end_pass` ends; gradients that there are stay."""
+        """Begin backward passes of a user's, which `end_pass` or `agree` ends; gradients that there are stay."""
         self.filling.on = bool(self._summed)
         self.filling.used.update(id(each) for each in self._summed.values() if each.grad is not None)
 

@@ -64,10 +64,10 @@ class OwnUpdates:
         self._summed = False
 
     def _sum(self) -> None:
-        if self.weights.on_ranks:
-            self.weights.unit_calls.mark()
         if self.weights.replicates:
             self.weights.sync_replicated_gradients()
+        if self.weights.on_ranks:
+            self.weights.unit_calls.agree()
         self._summed = True
 
     def report_unused(self, recipe: Recipe, report: Callable[[str], None]) -> None:
@@ -96,6 +96,8 @@ def watched(
     """
     weights, compiled = updates.weights, updates.weights.compiled_buffers
     weights.watch_buffers()
+    if weights.on_ranks:
+        weights.unit_calls.begin_pass()
     versions = compiled.versions()
 
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -110,6 +112,8 @@ def watched(
         if not built_in():
             weights.copy_masters_to_model()
             weights.watch_buffers()
+            if weights.on_ranks:
+                weights.unit_calls.begin_pass()
             versions = compiled.versions()
 
     hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
