@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -49,7 +48,7 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import Heads, check_heads
-from shardtune.parallel.torch_private import is_at_rest, quieten_redistribution, tree_map_only
+from shardtune.parallel.torch_private import forget_iteration, is_at_rest, quieten_redistribution, tree_map_only
 from shardtune.parallel.unfit_parameters import check_trained
 from shardtune.training.build.model import share_values
 
@@ -134,7 +133,7 @@ class RankModule:
             )
         )
         if layout.tensor > 1:
-            _quieten()
+            quieten_redistribution()
         self._compute = COMPUTE_DTYPE[precision]
         self._weights.gather_to_generate = order.gather_to_generate
         if isinstance(self._module, GenerationMixin):  # other methods are called by the engine
@@ -357,7 +356,7 @@ class RankModule:
         """Reset after an exception in a forward or backward; gradients are discarded."""
         if isinstance(self._module, FSDPModule):
             with suppress(AttributeError):  # before a first forward there is nothing to reset, and torch raises
-                self._module.reset_iter_state()
+                forget_iteration(self._module)
         self._gradients.discard()
         self._weights.copy_masters_to_model()
 
@@ -475,9 +474,3 @@ class RankModule:
 
 def _few(names: Collection[str]) -> str:
     return f"{', '.join([*names][:3])}{', …' if len(names) > 3 else ''}"
-
-
-def _quieten() -> None:
-    """Suppress warnings about views of gathered tensors and repeated gathering, which are intended."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    quieten_redistribution()

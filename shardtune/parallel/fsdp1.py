@@ -210,7 +210,8 @@ class Routed:
 
         def innermost() -> list[torch.Tensor]:
             result[:] = [original(*args, **kwargs)]
-            return tensors_in(result[0])
+            given = {id(tensor) for tensor in tensors_in((args, kwargs), bases=True)}
+            return [tensor for tensor in tensors_in(result[0], bases=True) if id(tensor) not in given]
 
         call, inputs = innermost, tensors_in((args, kwargs))
         for shell in reversed(self.through[1:]):

@@ -15,17 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardtune.parallel.torch_private import base_of
+
 GROUPS = (list, tuple, set, frozenset, deque)
 NOT_ENTERED = (str, bytes, int, float, type, ModuleType, nn.Module)
 """Values without tensors of an output; modules hold weights instead."""
 
 
-def tensors_in(value: object, *, hidden: bool = False) -> list[torch.Tensor]:
+def tensors_in(value: object, *, hidden: bool = False, bases: bool = False) -> list[torch.Tensor]:
     """The tensors with a gradient in a module's inputs or outputs, in their order.
 
     Args:
         value: what the module takes or returns.
         hidden: only those that FSDP2 does not find by itself.
+        bases: those, too, that these or others are views of (`out.flatten()`, a `Linear` with a bias): a later change
+            of a view in place (`out *= mask`) takes the gradient past the view itself and its hooks.
     """
     found: list[torch.Tensor] = []
     seen: set[int] = set()
@@ -37,6 +41,8 @@ def tensors_in(value: object, *, hidden: bool = False) -> list[torch.Tensor]:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             found += [item] if item.requires_grad and (is_hidden or not hidden) else []
+            base = base_of(item) if bases else None
+            found += [base] if base is not None and base.grad_fn is not None else []
             continue
         inside: list[object] = []
         hides = is_hidden

@@ -6,6 +6,7 @@ method of a model's (`generate`, one that predicts actions) calls parts instead:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
@@ -60,10 +61,12 @@ def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Cal
     parts = set(parts_of(root, units))
     for module in parts | units - {root}:
         module.register_forward_pre_hook(gathering.begin, with_kwargs=True, prepend=True)
+    # `find_hidden` sees to it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for unit in units:
-        unit.register_forward_hook(find_hidden)
+        unit.register_forward_hook(find_hidden, with_kwargs=True)
     for part in parts:
-        part.register_forward_hook(gathering.end, always_call=True)
+        part.register_forward_hook(gathering.end, with_kwargs=True, always_call=True)
     root.register_forward_hook(done)
     return gathering
 
@@ -72,11 +75,15 @@ _eager: Any = torch.compiler.disable
 
 
 @_eager  # a hook of units, which may be compiled; there is no graph of what objects hold
-def find_hidden(module: nn.Module, _args: object, output: object) -> None:
-    """After a forward of a sharded module: let FSDP2 see the tensors of its output that it does not find by itself."""
+def find_hidden(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+    """After a forward of a sharded module: let FSDP2 see the tensors of its output that it does not find by itself, and
+    those of which its output has views."""
     assert isinstance(module, FSDPModule)
-    hidden = tensors_in(output, hidden=True) if torch.is_grad_enabled() else []
-    if hidden and not in_backward():  # activation checkpointing repeats forwards in the backward pass
+    if not torch.is_grad_enabled() or in_backward():  # activation checkpointing repeats forwards in the backward pass
+        return
+    given = {id(tensor) for tensor in tensors_in((args, kwargs), bases=True)}  # which came through no weight of its own
+    hidden = [tensor for tensor in tensors_in(output, hidden=True, bases=True) if id(tensor) not in given]
+    if hidden:
         gather_before_backward(module, hidden)
 
 
@@ -122,7 +129,7 @@ class Gathering:
                 vars(module)["forward"] = self._whole_if_outermost(module, vars(module)["forward"])
             if type(module).forward is not nn.Module.forward:
                 module.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
-                module.register_forward_hook(self.end, always_call=True)
+                module.register_forward_hook(self.end, with_kwargs=True, always_call=True)
 
     def _whole_if_outermost(self, layer: nn.Module, on_parts: Callable[..., object]) -> Callable[..., object]:
         def forward(*args: object, **kwargs: object) -> object:
@@ -146,7 +153,7 @@ class Gathering:
         self._outermost, self._depth = module, 1
         return (args, kwargs) if module in self._cut else before_forward(owner, args, kwargs)
 
-    def end(self, part: nn.Module, args: tuple[object, ...], output: object) -> object:
+    def end(self, part: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
         if part is not self._outermost:
             return output
         self._depth -= 1
@@ -158,6 +165,6 @@ class Gathering:
         owner = self._owners.get(part, self._root)
         assert isinstance(owner, nn.Module)
         output = after_forward(owner, args, output)
-        find_hidden(owner, args, output)
+        find_hidden(owner, args, kwargs, output)
         self._done()
         return output

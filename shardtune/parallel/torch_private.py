@@ -312,9 +312,8 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that another is a view of, if it is one."""
-    return tensor._base
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = cast(Any, torch.Tensor)._base.__get__
+"""The tensor that another is a view of, if it is one."""
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:
@@ -639,6 +638,31 @@ def is_at_rest(module: FSDPModule) -> bool:
     return not is_bw() and module._get_fsdp_state()._training_state not in _GATHERED
 
 
+def forget_iteration(root: FSDPModule) -> None:
+    """Let the next forward of a sharded module begin anew, after an exception in a forward or a backward pass.
+
+    What torch calls `reset_iter_state` from 2.13 on.
+    """
+    if _RESET is not None:
+        _RESET(root)
+        return
+    state: Any = root._get_fsdp_state()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    state._comm_ctx.post_forward_order.clear()
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = TrainingState.IDLE
+        group = each._fsdp_param_group
+        if group is not None:
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+_RESET: Callable[[FSDPModule], None] | None = getattr(FSDPModule, "reset_iter_state", None)
 Inputs = tuple[tuple[object, ...], dict[str, object]]
 
 

@@ -89,7 +89,7 @@ class UnitCalls:
             ]
         )
         self.used = [now] if filling.on else [*self.used, now]
-        return float(zlib.crc32(b"".join(self.used), self.called()))
+        return float(zlib.crc32(b"".join(self.used), zlib.crc32(array("I", self.made).tobytes())))
 
     def called(self) -> int:
         """A whole number that, all but surely, differs between ranks that have called other units since `clear`."""

@@ -27,7 +27,7 @@ WIDTH = 3
 
 
 class Block(nn.Module):
-    """Two equal layers, of which a call uses one or both."""
+    """Two equal layers, of which a call uses one or both; what it returns is a view of its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, used: Sequence[int] = (0, 1)) -> torch.Tensor:
         for layer in used:
             x = x + torch.tanh(self.pair[layer](x))
-        return x
+        return x.flatten().view_as(x)
 
 
 class Net(nn.Module):
@@ -51,6 +51,7 @@ class Net(nn.Module):
         x = batch.x
         for block in batch.blocks:
             x = self.blocks[block](x, batch.layers)
+            x *= 0.9
         return LossSum(torch.stack([self.heads[head](x).square().sum() for head in batch.heads]).sum(), 1.0)
 
 
