@@ -278,6 +278,8 @@ class FlatWeights(Weights):
         for shell in self._flattened.wrapped:
             if (flat := _trained(shell)) is not None:
                 flat.grad = None
+        for shell in self._flattened.shells:
+            shell.used.clear()
 
     def restore_model(self) -> None:
         super().restore_model()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardtune.errors import ModelError
 from shardtune.parallel.outputs import tensors_in
 from shardtune.parallel.torch_private import (
     Inputs,
@@ -23,6 +24,7 @@ from shardtune.parallel.torch_private import (
     gather_before_backward,
     in_backward,
     is_at_rest,
+    replaced_parameters,
 )
 
 
@@ -64,6 +66,7 @@ def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Cal
     # `find_hidden` sees to it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for unit in units:
+        unit.register_forward_pre_hook(refuse_replaced, prepend=True)
         unit.register_forward_hook(find_hidden, with_kwargs=True)
     for part in parts:
         part.register_forward_hook(gathering.end, with_kwargs=True, always_call=True)
@@ -72,6 +75,23 @@ def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Cal
 
 
 _eager: Any = torch.compiler.disable
+
+
+@_eager
+def refuse_replaced(module: nn.Module, *_: object) -> None:
+    """Before a forward of a sharded module: refuse other tensors in the place of its weights, which would not be used.
+
+    Raises:
+        ModelError: names one.
+    """
+    assert isinstance(module, FSDPModule)
+    if replaced := replaced_parameters(module):
+        raise ModelError(
+            f"another tensor is in the place of {replaced[0]} of {type(module).__name__.removeprefix('FSDP')}, as "
+            "torch.func.functional_call puts it there, and a forward of a sharded module computes with its own weights",
+            where=replaced[0],
+            remedy="compute with the changed weight by an operation (F.linear(x, layer.weight * 1.1)), or on one rank",
+        )
 
 
 @_eager  # a hook of units, which may be compiled; there is no graph of what objects hold
@@ -151,7 +171,11 @@ class Gathering:
         if module in self._units:
             return args, kwargs
         self._outermost, self._depth = module, 1
-        return (args, kwargs) if module in self._cut else before_forward(owner, args, kwargs)
+        if module in self._cut:
+            return args, kwargs
+        assert isinstance(owner, nn.Module)
+        refuse_replaced(owner)
+        return before_forward(owner, args, kwargs)
 
     def end(self, part: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
         if part is not self._outermost:

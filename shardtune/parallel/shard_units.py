@@ -138,15 +138,31 @@ def _unshared(model: nn.Module, units: list[nn.Module]) -> tuple[list[nn.Module]
         for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append(module)
     tied = {parameter: modules for parameter, modules in owners.items() if len(modules) > 1}
+    paths: dict[nn.Module, list[tuple[nn.Module, ...]]] = {}
+    _add_paths(model, (), paths)
+    several = {module: ways for module, ways in paths.items() if len(ways) > 1}
     kept, left = [], []
     for unit in units:
         own = set(unit.modules())
         split = any(own.intersection(modules) and not own.issuperset(modules) for modules in tied.values())
+        split |= any(module in own and any(unit not in way for way in ways) for module, ways in several.items())
         (left if split else kept).append(unit)
     if not left:
         return kept, ""
     kinds = f"{len(left)} modules ({', '.join(sorted({_class_name(unit) for unit in left}))})"
     return kept, f"{kinds} share parameters with others, so they are gathered with the whole model"
+
+
+def _add_paths(
+    module: nn.Module, above: tuple[nn.Module, ...], found: dict[nn.Module, list[tuple[nn.Module, ...]]]
+) -> None:
+    """Add, for each module with parameters of its own, the modules on each way to it, itself included."""
+    way = (*above, module)
+    if any(True for _ in module.parameters(recurse=False)):
+        found.setdefault(module, []).append(way)
+    for child in module.children():
+        if child not in way:
+            _add_paths(child, way, found)
 
 
 def _class_name(module: nn.Module) -> str:

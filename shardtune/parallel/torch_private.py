@@ -534,6 +534,20 @@ def gathered_parameters(module: FSDPModule) -> dict[int, tuple[torch.Tensor, DTe
     return {id(whole): (whole, part) for whole, part in found if whole is not None}
 
 
+def replaced_parameters(module: FSDPModule) -> list[str]:
+    """The names of those weights of a sharded module, without those inside it, in whose place another tensor is.
+
+    FSDP2 puts the gathered weights there in the next forward.
+    """
+    found = []
+    for each in (each for group in _groups_of(module) if not group.is_unsharded for each in group.fsdp_params):
+        info, own = each._module_info, (each.sharded_param, vars(each).get("_unsharded_param"), None)
+        held = info.module._parameters.get(info.param_name)
+        if not any(held is tensor for tensor in own):
+            found.append(info.param_name)
+    return found
+
+
 def count_parameters(module: FSDPModule) -> int:
     """The number of weights of a sharded module, without those inside it."""
     return sum(len(group.fsdp_params) for group in _groups_of(module))
@@ -578,21 +592,37 @@ class Filling:
     """Of which parameters FSDP2 has summed gradients, by `id`.
 
     Attributes:
-        on: whether those without a gradient get zeros, in units where others have one.
+        on: whether those without a gradient get zeros, in units through which a backward pass went.
         used: with a gradient on this rank.
         filled: with zeros.
+        trained: not frozen in a backward pass since the last sum; gradients of earlier micro-batches may be in it.
+        passed: the groups of parameters through which a backward pass went since their last sum, by `id`.
     """
 
     on: bool = False
     used: set[int] = dataclasses.field(default_factory=set)
     filled: set[int] = dataclasses.field(default_factory=set)
+    trained: set[int] = dataclasses.field(default_factory=set)
+    passed: set[int] = dataclasses.field(default_factory=set)
+
+    def has_gradient(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has a gradient, its own and not zeros alone."""
+        key = id(parameter)
+        return key in self.used or (parameter.grad is not None and key not in self.filled)
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self.on = False
+        for noted in (self.used, self.filled, self.trained, self.passed):
+            noted.clear()
 
 
 def fill_unused(module: FSDPModule, filling: Filling) -> None:
-    """Let a unit's parameters without a gradient have zeros when FSDP2 sums gradients over ranks, if others have one.
+    """Let a unit's parameters without a gradient have zeros when FSDP2 sums gradients over ranks.
 
-    It sums the gradients that there are, end to end; where ranks have used other parameters, these would be mixed. Its
-    own setting for this fills units that no rank has called, too, and leaves no way to know what was used.
+    It sums the gradients that there are, end to end; where ranks have used other parameters, or none of a unit that all
+    have called, these would be mixed. Its own setting for this fills units that no rank has called, too, and leaves no
+    way to know what was used.
 
     Args:
         module: sharded.
@@ -604,17 +634,36 @@ def fill_unused(module: FSDPModule, filling: Filling) -> None:
 
 
 def _filled_backward(group: Any, filling: Filling, *_: object) -> None:
+    if filling.on:
+        _fill(group, filling)
+    type(group).post_backward(group)
+
+
+def _fill(group: Any, filling: Filling) -> None:
+    if group._training_state == TrainingState.PRE_BACKWARD:
+        filling.passed.add(id(group))
+    made = [(each, whole) for each in group.fsdp_params if (whole := vars(each).get("_unsharded_param")) is not None]
+    filling.trained.update([id(each.sharded_param) for each, whole in made if whole.requires_grad])
+    if not group.reduce_grads:
+        return
     used, unused = [], []
-    for each in group.fsdp_params if filling.on and group.reduce_grads else ():
-        whole = vars(each).get("_unsharded_param")
-        if whole is not None and whole.requires_grad:
+    for each, whole in made:
+        if id(each.sharded_param) in filling.trained:
             has_one = whole.grad is not None or each.unsharded_accumulated_grad is not None
             (used if has_one else unused).append(each)
     filling.used.update([id(each.sharded_param) for each in used])
-    for each in unused if used else ():
-        filling.filled.add(id(each.sharded_param))
-        each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
-    type(group).post_backward(group)
+    # Autograd gives the gradient of a unit that is called several times once, after the last of its calls.
+    if used or (id(group) in filling.passed and not group._post_forward_indices):
+        for each in unused:
+            filling.filled.add(id(each.sharded_param))
+            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+        summed = [*used, *unused]
+        if any(each.unsharded_accumulated_grad is not None for each in summed):  # in the dtype of the sum, as all then
+            for each in summed:
+                if each.unsharded_accumulated_grad is None:
+                    each.to_accumulated_grad_if_needed()
+    filling.passed.discard(id(group))
+    filling.trained.difference_update([id(each.sharded_param) for each, _ in made])
 
 
 _GATHERED = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)

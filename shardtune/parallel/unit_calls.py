@@ -82,12 +82,7 @@ class UnitCalls:
         that is after each micro-batch, what a step uses for the first time is compared.
         """
         filling = self.filling
-        now = bytes(
-            [
-                id(each) in filling.used or (each.grad is not None and id(each) not in filling.filled)
-                for each in self._summed.values()
-            ]
-        )
+        now = bytes(map(filling.has_gradient, self._summed.values()))
         self.used = [now] if filling.on else [*self.used, now]
         return float(zlib.crc32(b"".join(self.used), zlib.crc32(array("I", self.made).tobytes())))
 
@@ -155,9 +150,7 @@ class UnitCalls:
         """Forget what was done so far."""
         self.made.clear()
         self.used.clear()
-        self.filling.on = False
-        self.filling.used.clear()
-        self.filling.filled.clear()
+        self.filling.clear()
 
     def compare(self) -> None:
         """Compare what ranks have done since `clear`, where no step does, and forget it; every rank calls it.

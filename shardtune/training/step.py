@@ -230,7 +230,7 @@ def optimizer_step(
         if weights.replicates:
             weights.sync_replicated_gradients()
         # All numbers of the step are read at once: the one time at which it waits for a GPU.
-        reached = any(parameter.grad is not None for parameter in weights.parameters.values())
+        reached = any(map(weights.unit_calls.filling.has_gradient, weights.parameters.values()))
         values = [*totals.losses.values(), float(len(totals.metrics)), float(reached)]
         mark = weights.unit_calls.mark() if weights.on_ranks else 0.0
         *sums, measured, reached, square, marks = ranks.sum(values, [weights.gradient_square(), mark])

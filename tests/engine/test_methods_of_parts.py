@@ -343,6 +343,10 @@ class Choosing:
         self.optimizer.zero_grad()
         return float(norm)
 
+    def step_of_one_layer(self: Any, x: torch.Tensor, micro_batches: int) -> float:
+        """Steps after it have momentum of layers that no rank uses now."""
+        return self.step(x.abs(), micro_batches)
+
 
 class ChoosingOnRanks(Choosing, OnRanks):
     @property
@@ -355,6 +359,10 @@ class ChoosingOnRanks(Choosing, OnRanks):
 
     def other_units(self, x: torch.Tensor) -> None:
         self.blocks[int(x[0, 0] > 0)](x).square().mean().backward()
+
+    def of_other_weights(self, x: torch.Tensor) -> None:
+        others = {name: weight * 2 for name, weight in self.blocks[0].named_parameters()}
+        torch.func.functional_call(self.blocks[0], others, (x,))
 
     @torch.no_grad()
     def scores_of_other_units(self, x: torch.Tensor) -> torch.Tensor:
@@ -372,11 +380,16 @@ def test_ranks_may_use_other_parameters_and_no_other_units(two_ranks: TrainEngin
     norms = [expected.step(rows, 4) for _ in range(2)]
     with built(ChoosingOnRanks(), executor, two_ranks) as engine:
         assert [engine.step(NeedParallel(rows), 2)[0] for _ in range(2)] == pytest.approx(norms, abs=1e-12)
+        norm = expected.step_of_one_layer(rows, 4)
+        assert engine.step_of_one_layer(NeedParallel(rows), 2)[0] == pytest.approx(norm, abs=1e-12)
         found = dict(engine.named_tensors())
         for name, weight in expected.named_parameters():
             assert torch.allclose(found[name], weight, atol=1e-12), name
         with pytest.raises(ModelError, match=r"where rank 0 used blocks.1, rank 1 used blocks.0"):
             engine.other_units(NeedParallel(rows))
+        if executor != "fsdp1":
+            with pytest.raises(ModelError, match=r"in the place of start of Chosen, as torch\.func\.functional_call"):
+                engine.of_other_weights(NeedParallel(rows))
         if executor != "ddp":  # where whole weights are on every rank
             with pytest.raises(ModelError, match=r"where rank 0 used blocks.2, rank 1 used blocks.0"):
                 engine.scores_of_other_units(NeedParallel(rows))

@@ -112,6 +112,9 @@ def test_modules_that_share_parameters_with_others_belong_to_the_root() -> None:
     chosen, note = choose_units(model, wrap=["Block", "LayerNorm"])
     assert names_of(model, chosen) == ["blocks.0.norm", "blocks.1.norm"]
     assert note == "2 modules (Block) share parameters with others, so they are gathered with the whole model"
+    layer, own = nn.Linear(2, 2), nn.Linear(2, 2)
+    twice = nn.ModuleList([nn.Sequential(layer, own), nn.Sequential(layer, nn.ReLU()), nn.Sequential(nn.Linear(2, 2))])
+    assert choose_units(twice, wrap=["Sequential"])[0] == [twice[2]]
     whole = nn.Sequential(Tied(), Tied())  # what is shared inside a unit alone may be one
     assert len(choose_units(whole, classes=["Tied"])[0]) == 2
 
