@@ -21,10 +21,17 @@ chat = [{"role": "user", "content": "What is the capital of Norway?"}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)"""
 PLAIN = """\
 inputs = tokenizer("The capital of Norway is", return_tensors="pt")"""
+PROCESSOR = """\
+{imports}
+
+processor = AutoProcessor.from_pretrained("{repo}")
+{load}
+"""
 IMAGES = """\
 {imports}
 
 processor = AutoProcessor.from_pretrained("{repo}")
+processor.image_processor = AutoImageProcessor.from_pretrained("{repo}", backend="pil")  # the pixels of training
 {load}
 """
 MODULE = """\
@@ -91,7 +98,8 @@ def usage(directory: Path, model_type: str, repo: str, base: str | None, *, adap
         return _block(SENTENCES.format(repo=repo, kind=BY_SENTENCE_TRANSFORMERS[model_type], use=USES[model_type]))
     kind = CLASSES.get(model_type, "AutoModel")
     beside = "AutoTokenizer" if model_type in ("causal_lm", *USES) else "AutoProcessor"
-    imports, load = f"from transformers import {kind}, {beside}", f'model = {kind}.from_pretrained("{repo}")'
+    names = sorted((kind, beside, "AutoImageProcessor") if model_type == "vision_language" else (kind, beside))
+    imports, load = f"from transformers import {', '.join(names)}", f'model = {kind}.from_pretrained("{repo}")'
     if adapter:
         imports = f"from peft import PeftModel\n{imports}"
         base_load = f'base = {kind}.from_pretrained("{base or "path/to/the/base/model"}"{_outputs(directory, kind)})'
@@ -100,7 +108,8 @@ def usage(directory: Path, model_type: str, repo: str, base: str | None, *, adap
         use = "" if model_type in BY_SENTENCE_TRANSFORMERS else USES[model_type]
         return _block(TASK.format(repo=repo, imports=imports, load=load, use=use).rstrip() + "\n")
     if model_type != "causal_lm":
-        return _block(IMAGES.format(repo=repo, imports=imports, load=load))
+        template = IMAGES if model_type == "vision_language" else PROCESSOR
+        return _block(template.format(repo=repo, imports=imports, load=load))
     ask = CHAT if (directory / "chat_template.jinja").exists() else PLAIN
     return _block(TEXT.format(repo=repo, imports=imports, load=load, ask=ask))
 

@@ -40,7 +40,7 @@ import sys
 import peft
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 torch.set_num_threads(1)
 
@@ -53,7 +53,8 @@ def answer(how, directory, image, text, inputs):
     else:
         model = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
     if how != "model":
-        processor = AutoProcessor.from_pretrained(directory, backend="pil")
+        processor = AutoProcessor.from_pretrained(directory)
+        processor.image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
         turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
         shown = processor.apply_chat_template(turns, add_generation_prompt=True)
         inputs = dict(processor(images=[[Image.open(image).convert("RGB")]], text=[shown], return_tensors="pt"))

@@ -20,6 +20,7 @@ from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.run.model_card import is_unedited
 from shardtune.run.push import PushError, check_push, push, push_command
+from shardtune.run.use_of_model import usage
 from tests.support.hub_server import TOKEN, Hub, replaced_hub
 from tests.support.tiny_run import Tiny, flip_bit, make_tiny
 
@@ -158,6 +159,14 @@ def test_names_on_the_hub_are_in_the_metadata(tiny: Tiny) -> None:
     assert data["datasets"] == ["openai/gsm8k", "me/rows"]
     assert "system_prompt: key *** https://***@host/?token=***&x=1" in card
     assert 'AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")' in card
+
+
+def test_code_for_images_has_the_pixels_of_training(tmp_path: Path) -> None:
+    """transformers takes torchvision's resize where it is installed."""
+    (tmp_path / "config.json").write_text("{}")
+    code = usage(tmp_path, "vision_language", "me/x", None, adapter=False)
+    assert "from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor\n" in code
+    assert 'processor.image_processor = AutoImageProcessor.from_pretrained("me/x", backend="pil")' in code
 
 
 def test_cards_that_somebody_wrote_stay(hub: Hub, tiny: Tiny, tmp_path: Path) -> None:

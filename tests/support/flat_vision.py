@@ -26,8 +26,14 @@ class Trained:
     weights: dict[str, torch.Tensor]
 
 
-def encoded(processor: Any, row: dict[str, Any], folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The model's inputs for a row alone, by the processor itself, and its labels: what the assistant says."""
+def encoded(
+    processor: Any, row: dict[str, Any], folder: Path, **options: bool
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The model's inputs for a row alone, by the processor itself, and its labels: what the assistant says.
+
+    Args:
+        **options: of the processor's call.
+    """
     text, images = "", [Image.open(folder / name).convert("RGB") for name in row.get("images", [])]
     spans: list[tuple[int, int]] = []
     chat = [{"role": "user", "content": [{"type": "image"}]}]
@@ -41,7 +47,7 @@ def encoded(processor: Any, row: dict[str, Any], folder: Path) -> tuple[dict[str
             spans.append((start, len(text)))
         text += "\n"
     given = {"images": [images]} if images else {}
-    inputs = processor(text=[text], return_tensors="pt", **given)
+    inputs = processor(text=[text], return_tensors="pt", **given, **options)
     labels = torch.full_like(inputs["input_ids"], IGNORED)
     for start, stop in spans:
         first, last = (_tokens(processor, text, place, images) for place in (start, stop))

@@ -311,7 +311,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     },
     "kosmos-2.5": {"impossible": "its processor makes 4,096 patches of every image"},
     "mistral3": _PIXTRAL,
-    "mistral4": _PIXTRAL,
+    "mistral4": {**_PIXTRAL, "config": {"head_dim": ...}},
     "mistral_large4": _PIXTRAL,
     "cohere2_vision": {
         "named": {"img_line_break_token": "<nl>"},
@@ -330,6 +330,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "writes": "<|image|>",
         "ids": {"image_token_id": "<|patch|>", "image_token_index": "<|patch|>"},
         "config": {
+            "vision_config.intermediate_size": 128,
             "vision_config.pixel_shuffle_ratio": 0.5,
             "vision_config.projector_input_dim": 32,
             "vision_config.projector_output_dim": 32,
@@ -345,6 +346,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "tokens": ["<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>"],
         "writes": "<|patch|>",
         "ids": {"image_token_id": "<|patch|>", "video_token_id": "<|video|>"},
+        "config": {"out_hidden_size": 128, "projector_hidden_size": 32},
     },
     "perception_lm": {"impossible": "its vision tower needs the package timm"},
     "step3p7": {
@@ -352,7 +354,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "writes": "<im_patch>",
         "ids": {"image_token_id": "<im_patch>"},
         "pixels": {"size": {"height": 112, "width": 112}, "patch_size": 56},
-        "config": {"vision_config.image_size": 112},
+        "config": {"vision_config.image_size": 112, "text_config.sliding_window": 8},
         "whole": {},
     },
     "fast_vlm": {"impossible": "its vision tower needs the package timm"},
@@ -360,6 +362,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     "cosmos3_omni": {**_QWEN3, "class": "Qwen3VLProcessor"},
     "cosmos3_edge": {
         **_QWEN3,
+        "options": {"return_mm_token_type_ids": True},
         "config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
     },
     "qwen2_5_omni_thinker": {**_OMNI, "class": "Qwen2_5OmniProcessor"},
@@ -496,6 +499,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "writes": "<|patch|>",
         "named": {"image_token": "<|patch|>"},
         "ids": {"image_token_id": "<|patch|>"},
+        "config": {"out_hidden_size": 128, "projector_hidden_size": 32},
     },
     "unlimited_ocr": {
         "pixels": {"size": {"height": 128, "width": 128}, "tile_size": 64},
@@ -506,8 +510,8 @@ VISION: Mapping[str, Mapping[str, Any]] = {
 }
 """What single families need besides small sizes: `config`, `pixels` (image processor), `processor`, `writes` (what
 their template writes for an image), `class` and `pil` (of the processor and the image processor), `whole` (how
-`encoded_whole` calls a processor that puts text and images together by itself), `unnamed` (the tokenizer has no names
-for its tokens)."""
+`encoded_whole` calls a processor that puts text and images together by itself), `options` (of the call of any other),
+`unnamed` (the tokenizer has no names for its tokens)."""
 
 
 def _pixel_settings(kind: Any, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -632,9 +636,10 @@ def _of_one_image(row: Mapping[str, Any]) -> dict[str, Any]:
 def inputs_of(folder: Path, rows: list[dict[str, Any]]) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """The model's inputs for each row alone, by the processor itself, and its labels [tokens]."""
     processor = load_processor(str(folder), AutoConfig.from_pretrained(folder))
-    whole = VISION.get(AutoConfig.from_pretrained(folder).model_type, {}).get("whole")
+    own = VISION.get(AutoConfig.from_pretrained(folder).model_type, {})
+    whole, options = own.get("whole"), own.get("options", {})
     made = (
-        encoded(processor, row, folder) if whole is None else encoded_whole(processor, row, folder, **whole)
+        encoded(processor, row, folder, **options) if whole is None else encoded_whole(processor, row, folder, **whole)
         for row in rows
     )
     return [(inputs, labels[0]) for inputs, labels in made]

@@ -6,11 +6,12 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from transformers import PreTrainedConfig, ProcessorMixin
+from transformers import AutoImageProcessor, PreTrainedConfig, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 from transformers.utils import is_torchvision_available
 
@@ -24,7 +25,7 @@ from shardtune.models.pretrained import MODEL_PATH, TRUST, model_directory
 GIVE_A_PROCESSOR = "give the directory of a vision-language model with its processor, as save_pretrained writes both"
 INSTALL = "pip install 'shardtune[vlm]'"
 _NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
-_VIDEO = "video_processor"
+_IMAGES, _VIDEO = "image_processor", "video_processor"
 
 
 class _NoVideo:
@@ -93,7 +94,11 @@ def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bo
             remedy=GIVE_A_PROCESSOR,
         )
     try:
-        loaded = without_video(found).from_pretrained(folder, backend="pil", trust_remote_code=trust_remote_code)
+        loaded: Any = without_video(found).from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if isinstance(loaded, ProcessorMixin) and _IMAGES in loaded.get_attributes():
+            # `backend` in the call above would become the tokenizer's too, and be saved with it.
+            images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=trust_remote_code)
+            loaded.image_processor = images
     except Exception as error:  # a processor and its parts are third-party code and may raise anything
         raise _cannot_load(path, name, error) from error
     if not isinstance(loaded, ProcessorMixin):

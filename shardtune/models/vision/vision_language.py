@@ -57,6 +57,7 @@ from shardtune.parallel.ranks import Ranks
 ZERO_PROJECTOR = (
     "its projector is all zeros, so images change nothing until it is trained, and packing cannot be proved"
 )
+MM_TYPES = "mm_token_type_ids"
 LOOKED_AT = 32
 """Tokens at a row's end whose logits have to change with its images."""
 
@@ -89,6 +90,8 @@ class VisionLanguage(CausalLM):
     def __init__(self, config: PreTrainedConfig, processor: ProcessorMixin, **settings: Any) -> None:
         super().__init__(config, **settings)
         self.images = self._image_text(processor)
+        if isinstance(self.images, ImageText) and self.images.token_types is None:
+            self.images.token_types = _unreturned_types(config, processor)
         self._leads = self.images.outside_text
         self._reader = PixelReader(self.images, _kept_pixels(self.images, self._data))
         self._needs_image = _needs_image(config)
@@ -114,7 +117,7 @@ class VisionLanguage(CausalLM):
         # A method that is called in another way (Qwen Omni, MiniCPM-V 4.7) is left to the model, which calls it itself.
         inner = model.base_model
         takes = set(inspect.signature(inner.get_rope_index).parameters) if isinstance(inner, HasRopeIndex) else set()
-        known = {"mm_token_type_ids", "image_grid_thw"} <= takes
+        known = {MM_TYPES, "image_grid_thw"} <= takes
         if self.images.one_row or (takes and not known):
             self.one_row_per_forward(model)
         elif known:
@@ -353,6 +356,13 @@ def _needs_image(config: PreTrainedConfig) -> bool:
     kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     pixels = None if kind is None else inspect.signature(kind.forward).parameters.get("pixel_values")
     return pixels is not None and pixels.default is pixels.empty
+
+
+def _unreturned_types(config: PreTrainedConfig, processor: ProcessorMixin) -> str | None:
+    """The kinds of tokens, if a model takes them and its processor names, but does not return them (Cosmos 3 Edge)."""
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    taken = kind is not None and MM_TYPES in inspect.signature(kind.forward).parameters
+    return MM_TYPES if taken and MM_TYPES in processor.model_input_names else None
 
 
 def _kept_pixels(images: AppliedImages, data: DataConfig) -> PixelCache | None:

@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
 AUTO = {"causal_lm": AutoModelForCausalLM, "vision_language": AutoModelForImageTextToText}
 
@@ -149,18 +155,26 @@ def text_of(directory, text):
     }
 
 
-def inputs_of(directory, rows, base):
-    """What a directory's processor makes of each row's text and images; the error where the base's cannot be loaded.
+def processor_of(directory):
+    """A directory's processor, whose images are read by Pillow where it can, as in training.
 
-    By Pillow, as in training: torchvision, which transformers takes where it is installed, resizes to other bytes.
+    torchvision, which transformers takes where it is installed, resizes to other bytes. `AutoProcessor` has the keyword
+    `backend` too, and passes it to the part for videos, which has no such backend and cannot be loaded then.
     """
+    processor = AutoProcessor.from_pretrained(directory)
+    processor.image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    return processor
+
+
+def inputs_of(directory, rows, base):
+    """What a directory's processor makes of each row's text and images; the error where the base's cannot be loaded."""
     from PIL import Image
 
     try:
-        processor = AutoProcessor.from_pretrained(directory, backend="pil")
+        processor = processor_of(directory)
     except (ImportError, ValueError, OSError) as error:  # torchvision is not installed, or the class is not known
         try:
-            AutoProcessor.from_pretrained(base, backend="pil")
+            processor_of(base)
         except (ImportError, ValueError, OSError):
             return str(error)
         raise

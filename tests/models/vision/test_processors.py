@@ -29,9 +29,10 @@ def test_a_processor_comes_back_from_its_directory(family: str, tmp_path: Path) 
     """With its settings (`image_seq_len` of SmolVLM is none of its parts'), under the name that transformers knows."""
     folder = save_vision_model(family, tmp_path)
     _, made = FAMILIES[family]()
-    loaded = load_processor(str(folder), AutoConfig.from_pretrained(folder))
+    loaded: Any = load_processor(str(folder), AutoConfig.from_pretrained(folder))
     named = json.loads((folder / "processor_config.json").read_text())["processor_class"]
     assert named == type(made).__name__ == type(loaded).__name__
+    assert loaded.tokenizer.backend == "tokenizers"  # which is saved with it; that of images is another
     copied = pickle.loads(pickle.dumps(loaded))
     images = [Image.new("RGB", (70, 50), (200, 30, 90)), Image.new("RGB", (30, 60))]
     text = f"a{made.image_token}b {made.image_token}"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,12 +107,8 @@ def test_a_directory_that_the_run_cannot_load_is_named(adapted: Both) -> None:
 
 def test_a_directory_is_read_by_the_backend_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers takes torchvision's where it is installed, whose pixels are others."""
-    asked: list[dict[str, object]] = []
-
-    def from_pretrained(_: Path, **options: object) -> object:
-        asked.append(options)
-        return None
-
-    monkeypatch.setattr(plain_reader.AutoProcessor, "from_pretrained", from_pretrained)
+    loaded, images = SimpleNamespace(image_processor=None), object()
+    monkeypatch.setattr(plain_reader.AutoProcessor, "from_pretrained", lambda _: loaded)
+    monkeypatch.setattr(plain_reader.AutoImageProcessor, "from_pretrained", lambda _, backend: images)
     assert plain_reader.inputs_of(tmp_path, [], tmp_path) == []
-    assert asked == [{"backend": "pil"}]
+    assert loaded.image_processor is images
