@@ -9,7 +9,8 @@ docs/benchmarks.md and the list behind `shardtune models`; ends with exit code 1
 Each architecture has a process of its own, forked from one that has imported everything, with a limit of CPU seconds.
 Results are lines of a file, so that the command goes on where it stopped; those of other versions of transformers do
 not count, nor where torchvision is installed those without it, and the other way round. The section is that of an
-environment without torchvision; with it the lines are printed alone.
+environment without torchvision; with it the lines are printed alone. The list has, beside those of the section, the
+architectures that are exact where torchvision is installed, if the file has their results.
 
     python bench/zoo.py                                # those that the file lacks
     python bench/zoo.py --only qwen3_next llava        # these again
@@ -29,7 +30,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ LIST = ROOT / "shardtune" / "models" / "architectures.json"
 RESULTS = ROOT / "build" / "zoo.jsonl"
 HERE = {"transformers": transformers.__version__, "torchvision": is_torchvision_available()}
 """The packages that results depend on."""
+INSTALLED = ", where torchvision is installed"
+"""In the list, after the way in which an architecture trains there alone."""
 FAMILIES = {CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, IMAGES: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 WHY = {
     "torchvision": "have processors that need torchvision, which is not installed here",
@@ -135,11 +138,11 @@ def in_a_process(kind: str, family: str) -> Result:
     return Result(kind, family, CRASHED, reason=f"its process ended by {ended}")
 
 
-def stored(file: Path) -> dict[Key, Result]:
-    """The latest result of each architecture, of this environment."""
+def stored(file: Path, here: Mapping[str, Any] = HERE) -> dict[Key, Result]:
+    """The latest result of each architecture, of an environment."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     read: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    ours = [one["result"] for one in read if {"torchvision": False, **one, "result": None} == {**HERE, "result": None}]
+    ours = [one["result"] for one in read if {"torchvision": False, **one, "result": None} == {**here, "result": None}]
     return {(one["kind"], one["family"]): Result(**one) for one in ours}
 
 
@@ -190,8 +193,13 @@ def line(result: Result) -> list[str]:
     return [result.family, result.how, *numbers, result.answers or "-", *others, result.reason]
 
 
-def write_down(results: Sequence[Result]) -> None:
-    """The section of docs/benchmarks.md, and the list of what trains."""
+def write_down(results: Sequence[Result], installed: Sequence[Result]) -> None:
+    """The section of docs/benchmarks.md, and the list of what trains.
+
+    Args:
+        results: of all architectures, without torchvision.
+        installed: of any, where it is installed.
+    """
     exact = [result for result in results if result.how in HOW]
     worst = max(exact, key=lambda result: result.largest)
     parts = [
@@ -205,6 +213,9 @@ def write_down(results: Sequence[Result]) -> None:
     known: dict[str, Any] = {"transformers": transformers.__version__}
     for kind in FAMILIES:
         ways = {how: [r.family for r in results if (r.kind, r.how) == (kind, how)] for how in HOW}
+        without = {name for names in ways.values() for name in names}
+        further = [r for r in installed if r.kind == kind and r.family not in without]
+        ways |= {how + INSTALLED: [r.family for r in further if r.how == how] for how in HOW}
         known[kind] = {how: names for how, names in ways.items() if names}
     LIST.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
@@ -237,7 +248,8 @@ def main() -> int:
     found = stored(given.results)
     results = [found[key] for key in families() if key in found]
     if len(results) == len(families()) and not HERE["torchvision"]:
-        write_down(results)
+        with_it = stored(given.results, {**HERE, "torchvision": True})
+        write_down(results, [with_it[key] for key in families() if key in with_it])
     print(summary(results))
     return 1 if any(result.how in (WRONG, CRASHED) for result in results) else 0
 

@@ -495,6 +495,7 @@ def images_of(processor: ProcessorMixin, config: PreTrainedConfig) -> ImageText:
 
 def known_architectures() -> Mapping[str, Mapping[str, Sequence[str]]]:
     """The architectures (`model_type` of config.json) that have been seen to train exactly, by model type and by how:
-    packed, rows of one length, one row per forward. `bench/zoo.py` writes the file."""
+    packed, rows of one length, one row per forward; and by how those that need torchvision, where it is installed.
+    `bench/zoo.py` writes the file."""
     found = json.loads(Path(__file__).with_name("architectures.json").read_text(encoding="utf-8"))
     return {name: found[name] for name in MODEL_TYPES if name in found}

@@ -147,6 +147,7 @@ def test_architectures_are_listed_by_how_they_have_been_seen_to_train() -> None:
     assert {"llama", "qwen3_moe", "gemma3_text", "mistral"} <= set(text["packed"])
     assert {"stablelm", "llama4_text"} <= set(text["rows of one length"])
     assert {"llava", "qwen2_5_vl", "idefics3"} <= set(vision["packed"])
+    assert {"lfm2_vl", "mistral3"} <= set(vision["packed, where torchvision is installed"])
     listed = [name for found in (text, vision) for names in found.values() for name in names]
     assert not {"florence2", "pix2struct", "vision-encoder-decoder"} & set(listed)
 
