@@ -20,7 +20,9 @@ from shardtune.data.encoder import RowError
 from shardtune.errors import ModelError
 from shardtune.models.vision import processors
 from shardtune.models.vision.processors import applied_images, image_text, load_processor, without_video
-from tests.support.tiny_vision import make_processor
+from shardtune.models.vision.vision_language import VisionLanguage
+from tests.support.tiny_architectures import tiny_config
+from tests.support.tiny_vision import VISION, make_processor
 from tests.support.vision import FAMILIES, save_vision_model
 
 
@@ -80,6 +82,14 @@ def test_inputs_that_follow_the_text_have_the_kinds_of_its_tokens() -> None:
     made = images.of_row({}, ids, shown)
     assert made.keys() == {"image_grid_thw", "mm_token_type_ids", "moe_mm_token_type_ids", "pixel_values"}
     assert made["mm_token_type_ids"][0].tolist() == images.token_type_ids(ids).tolist()
+
+
+def test_kinds_of_tokens_that_a_processor_names_and_does_not_return() -> None:
+    """Cosmos 3 Edge's model needs them for its positions."""
+    processor = make_processor("cosmos3_edge")
+    assert image_text(processor).token_types is None
+    adapter = VisionLanguage(tiny_config("cosmos3_edge", VISION["cosmos3_edge"]["config"]), processor)
+    assert adapter.images.token_types == "mm_token_type_ids"
 
 
 def test_images_side_by_side_are_a_bad_row_where_they_are_written_in_another_way() -> None:
