@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,10 +25,22 @@ from shardtune.cli.arguments import (
 )
 from shardtune.cli.first_rank import is_first_rank
 from shardtune.cli.starting import importing
+from shardtune.cli.words import refuse_keys
 from shardtune.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from shardtune.evaluate.generate import Sampling
+
+OPTIONS: Mapping[str, str] = {
+    "eval.max_new_tokens": "--max-new-tokens",
+    "eval.temperature": "--temperature",
+    "eval.top_p": "--top-p",
+    "runner.seed": "--seed",
+    "data.system_prompt": "--system",
+    "data.template_kwargs": "--template-kwargs",
+    "actor.model.model_path": "--model",
+}
+"""Of both commands, by the key of a recipe that sets the same."""
 
 
 def generate(
@@ -84,6 +96,7 @@ def generate(
     shardtune generate runs/recipe --prompt "A rhyme, please." --temperature 0.8 --top-p 0.9 --seed 7
     ```
     """
+    refuse_keys("generate", run or (), OPTIONS, "--prompt {}")
     target, typed = _target("generate", run, model, adapter)
     prompts = [*typed, *(prompt or ())]
     _check_asked(target, prompts, file, image, prepared)
@@ -169,6 +182,7 @@ def chat(
     shardtune chat runs/recipe --checkpoint best --system "Be brief." --temperature 0.7
     ```
     """
+    refuse_keys("chat", run or (), OPTIONS, "type {} in the chat")
     target, more = _target("chat", run, model, adapter)
     if more:
         raise ConfigError(

@@ -11,6 +11,7 @@ import typer
 from shardtune.cli.arguments import Checkpoint, Prepared, Trust, prepared_without_file
 from shardtune.cli.first_rank import is_first_rank
 from shardtune.cli.starting import importing
+from shardtune.cli.words import refuse_keys
 from shardtune.errors import ConfigError
 
 
@@ -47,6 +48,7 @@ def predict(
     shardtune predict exported "what a film"
     ```
     """
+    refuse_keys("predict", [str(run), *(text or ())], {}, 'a row {{"text": …}} of --file with {}')
     if bool(text) == (file is not None):
         raise ConfigError(
             "a text and --file exclude each other" if text else "there is no text and no --file",

@@ -20,6 +20,7 @@ UNQUOTED = re.compile(r"[\w./:+%*@?|-]+|[\[{\"'].*|.*\$\{.*", re.DOTALL)
 """Values that Hydra's grammar reads as they are, or that are written in it."""
 FORMS: Mapping[str, str] = {"runner.push_to_hub": "OWNER/NAME"}
 """How a value is written, for the message about a flag that is a switch in other trainers."""
+DOTTED = re.compile(r"\w+(\.\w+)+")
 
 
 def split_words(words: Sequence[str] | None) -> tuple[str | None, list[str]]:
@@ -41,6 +42,36 @@ def split_words(words: Sequence[str] | None) -> tuple[str | None, list[str]]:
 
 def is_override(word: str) -> bool:
     return "=" in word and not _is_file(word)
+
+
+def refuse_keys(command: str, words: Sequence[str], options: Mapping[str, str], as_text: str) -> None:
+    """Refuse an override of a recipe's key where words are texts that the model reads.
+
+    A text such as `a.b=c`, which begins with no section and no key of a recipe, stays a text.
+
+    Args:
+        command: which takes no overrides.
+        words: as typed after it.
+        options: of the command, by the key whose value they have in it.
+        as_text: how the word itself is written as a text; `{}` stands for it.
+    """
+    from shardtune.config.keys import KEYS
+    from shardtune.config.schema import ACTOR_KEYS, Recipe, present_key
+
+    sections = (*Recipe.model_fields, *ACTOR_KEYS)
+    for word in words:
+        name, equals, value = word.partition("=")
+        key = name.lstrip("+")
+        is_key = present_key(key) in KEYS or (DOTTED.fullmatch(key) and key.partition(".")[0] in sections)
+        if not equals or not is_key or _is_file(word):
+            continue
+        option = options.get(present_key(key))
+        instead = f"write {option} {shlex.quote(value)}" if option else f"shardtune {command} --help lists its options"
+        raise ConfigError(
+            f"{command} takes no overrides of keys, and {key} is a key of a recipe",
+            where=word,
+            remedy=f"{instead}; as a text to the model: {as_text.format(shlex.quote(word))}",
+        )
 
 
 def _is_file(word: str) -> bool:

@@ -17,6 +17,15 @@ from shardtune.evaluate.generate import Sampling
         (["data", "audit", "recipe.yaml", "--near", "off", "--sample", "9"], "--near off compares none"),
         (["predict", "runs/x", "a text", "--prepared"], "--prepared is about the rows of --file"),
         (["generate", "runs/x", "a text", "--prepared"], "--prepared is about the rows of --file"),
+        (
+            ["generate", "runs/x", "--prompt", "a", "eval.max_new_tokens=8"],
+            r"write --max-new-tokens 8; .*--prompt eval\.",
+        ),
+        (["generate", "runs/x", "--file", "a.jsonl", "data.wrong=8"], r"takes no overrides of keys, and data\.wrong"),
+        (["generate", "runs/x", "a.b=c", "--prepared"], "--prepared is about the rows of --file"),
+        (["generate", "runs/x", "--prompt", "optim.lr=3", "--prepared"], "--prepared is about the rows of --file"),
+        (["chat", "runs/x", "optim.lr=3"], r"chat takes no overrides of keys, and optim\.lr"),
+        (["predict", "runs/x", "a text", "micro_batch_size=3"], "predict takes no overrides of keys"),
     ],
 )
 def test_options_that_exclude_each_other(words: list[str], what: str) -> None:

@@ -97,6 +97,7 @@ def test_an_adapter_that_is_not_there_is_refused(load, tmp_path: Path) -> None:
         (["alpha_pattern.q_proj=0"], "alpha_pattern"),
         (["target_modules=[]"], "needs target_parameters, if it is empty"),
         (["base_dtype=bf16"], "needs precision: bf16"),
+        (["base_dtype=bf16"], "base_dtype: auto, or change the other"),
     ],
 )
 def test_what_does_not_go_together_is_refused(load, keys: list[str], message: str) -> None:

@@ -85,13 +85,16 @@ def lora(context: Context) -> Iterator[ConfigError]:
                 f"{section}.{name} is LoRA's, and {section}.peft is of another method",
                 f"leave it out; keys of that method are given in {section}.peft",
             )
+    remedies = {"base_dtype": f"set {section}.base_dtype: auto, or change the other"}
     for name, rules in contradictions.items():
         for what, broken in rules:
             if broken:
                 value = getattr(lora, name)
                 verb = "has" if what.startswith("no effect") else "needs"
                 yield context.problem(
-                    f"{section}.{name}", f"{section}.{name}: {as_written(value)} {verb} {what}", "change one of them"
+                    f"{section}.{name}",
+                    f"{section}.{name}: {as_written(value)} {verb} {what}",
+                    remedies.get(name, "change one of them"),
                 )
 
 

@@ -212,9 +212,15 @@ class Conversion:
         return self._from_target(Path.cwd() / Path(given).expanduser()) if is_path and "://" not in given else given
 
     def _from_target(self, path: Path) -> str:
-        if not path.resolve().is_relative_to(self.target.resolve().parent):
-            return str(path.resolve())
-        shown = os.path.relpath(path.resolve(), self.target.resolve())
+        """A path of the recipe: a link stays the link, which may lead to other rows later."""
+        written = Path(os.path.abspath(path))
+        if written.resolve() != path.resolve():  # `..` behind a link
+            written = path.resolve()
+        target = self.target.resolve()
+        near = next((one for one in (written, path.resolve()) if one.is_relative_to(target.parent)), None)
+        if near is None:
+            return str(written)
+        shown = os.path.relpath(near, target)
         return shown if shown.startswith(".") or shown.endswith(DATA_SUFFIXES) else f"./{shown}"
 
     def as_tree(self) -> Tree:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardtune.config.foreign.conversion import DATA_SUFFIXES, Conversion, Kind, leaves, short
-from shardtune.config.foreign.rows import EVAL, FORMAT, ROLES, TRAIN, as_entries, entry, of_evaluation, split_of
+from shardtune.config.foreign.rows import (
+    EVAL,
+    FORMAT,
+    ROLES,
+    TRAIN,
+    as_entries,
+    entry,
+    of_evaluation,
+    rows_of,
+    split_of,
+)
 from shardtune.config.foreign.values import is_on, listed, number, whole
 from shardtune.errors import ConfigError
 
@@ -20,6 +30,9 @@ OF_ALL = ("system", "tools", "images")
 MEDIA = "there is no video and no audio; single frames can be named as images: docs/vision.md"
 PAIRS = "rows with one answer each; methods with preferences are in docs/your-method.md"
 ROLE_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
+EPOCHS: Mapping[str, Callable[[Iterable[float]], float]] = {"interleave_under": min, "interleave_over": max}
+"""The rows of an epoch by those of the data sets, each divided by its share."""
+SHARES = "share × (fewest rows / share of all, with interleave_over the most) / own rows"
 KEYS = {"role_tag": ("role", "from"), "content_tag": ("content", "value")}
 """The keys of a message that are read."""
 
@@ -30,6 +43,8 @@ def convert(c: Conversion, stage: str) -> None:
     for key, ours in (("dataset", TRAIN), ("eval_dataset", EVAL)):
         given = [str(name) for name in listed(c.get(key))]
         entries = [line for name in given if (line := _entry(c, name, info.get(name), stage, ours)) is not None]
+        if ours == TRAIN:
+            _weigh(c, entries, len(given))
         if entries:
             others = ("dataset_dir", "max_samples") if key == "dataset" else ()
             c.put(ours, as_entries(entries), key, *others, comment=key)
@@ -41,6 +56,31 @@ def convert(c: Conversion, stage: str) -> None:
         c.put("data.eval_split", size, "val_size", comment="val_size; which rows differs")
     elif size:
         c.missing("data.eval_split is a share of the rows: val_size / rows", "val_size")
+
+
+def _weigh(c: Conversion, entries: Sequence[dict[str, object]], sets: int) -> None:
+    """Give data sets that are interleaved the weights that have their shares of an epoch."""
+    how, both = str(c.get("mix_strategy", "concat")), ("mix_strategy", "interleave_probs")
+    if how == "concat" or sets < 2:
+        c.record("mix_strategy", Kind.DEFAULT, "all rows of all data sets")
+        c.not_needed("nothing is interleaved", "interleave_probs")
+        return
+    shares = [number(share) or 0.0 for share in listed(c.get("interleave_probs", [1 / sets] * sets))]
+    sizes = [rows_of(c, str(one["path"]), whole(one.get("max_samples"))) for one in entries]
+    counted = [size for size in sizes if size]
+    if how not in EPOCHS or not len(shares) == len(counted) == sets or not all(0 < share <= 1 for share in shares):
+        c.missing(f"{TRAIN}: [{{path: FILE, weight: X}}], where an epoch has X × rows of each: {SHARES}", *both)
+        return
+    epoch = EPOCHS[how](size / share for size, share in zip(counted, shares, strict=True))
+    for one, share, size in zip(entries, shares, counted, strict=True):
+        weight = float(f"{share * epoch / size:.6g}")
+        one |= {} if weight == 1 else {"weight": weight}
+    for name in both:
+        c.record(name, Kind.TRANSLATED, f"{TRAIN}: weight of each entry")
+    c.notes.append(
+        f"{how}: LLaMA-Factory draws once from which data set each row comes; here an epoch has exactly these shares, "
+        "drawn anew in each epoch"
+    )
 
 
 def _folder(c: Conversion) -> str:

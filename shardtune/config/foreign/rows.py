@@ -108,6 +108,23 @@ def first_row(c: Conversion, path: str) -> Mapping[str, object]:
     return row if isinstance(row, dict) else {}
 
 
+def rows_of(c: Conversion, path: str, most: int | None = None) -> int | None:
+    """The number of rows of a local JSON file, `most` at most; None: it cannot be seen."""
+    file = c.target / path
+    if not file.is_file() or not file.name.endswith((".jsonl", ".ndjson", ".json")):
+        return None
+    try:
+        with file.open(encoding="utf-8-sig") as opened:
+            is_list = opened.read(MOST_BYTES).lstrip().startswith("[")
+            if not is_list and file.suffix == ".json":  # lines, or an object with the rows in it
+                return None
+            opened.seek(0)
+            rows = len(json.load(opened)) if is_list else sum(not line.isspace() for line in opened)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return rows if most is None else min(rows, most)
+
+
 def _beginning(file: Path) -> str:
     with file.open(encoding="utf-8-sig", errors="replace") as opened:
         return opened.read(MOST_BYTES)

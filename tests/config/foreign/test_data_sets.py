@@ -381,3 +381,47 @@ def test_fp8_of_torchtune_is_that_of_torchao(of):
     assert value(found, "actor.model.fp8.scaling") == "rowwise"
     assert value(of("torchtune", enable_fp8_training=True), "actor.model.fp8.scaling") == "tensorwise"
     assert value(of("torchtune", enable_fp8_training=False), "actor.model.fp8.scaling") == "absent"
+
+
+@pytest.mark.parametrize(
+    ("given", "weights"),
+    [
+        ({"mix_strategy": "interleave_under", "interleave_probs": "0.75,0.25"}, [0.75, None]),
+        ({"mix_strategy": "interleave_over", "interleave_probs": [0.75, 0.25]}, [None, 1.33333]),
+        ({"mix_strategy": "interleave_under"}, [0.25, None]),
+        ({"mix_strategy": "interleave_over", "max_samples": 3}, [None, 1.5]),
+        ({"mix_strategy": "interleave_under", "interleave_probs": [0.75]}, None),
+        ({"mix_strategy": "interleave_once"}, None),
+        ({"mix_strategy": "concat"}, [None, None]),
+    ],
+)
+def test_interleaved_data_sets_get_the_weights_of_their_shares(
+    of, tmp_path: Path, given: dict[str, Any], weights: list[float | None] | None
+):
+    rows = [{"instruction": "a", "output": "b"}] * 8
+    (tmp_path / "many.json").write_text(json.dumps(rows))
+    (tmp_path / "few.jsonl").write_text("".join(f"{json.dumps(row)}\n\n" for row in rows[:2]))
+    (tmp_path / "dataset_info.json").write_text(
+        json.dumps({name.split(".")[0]: {"file_name": name} for name in ("many.json", "few.jsonl")})
+    )
+    found = of("llama-factory", dataset="many,few", dataset_dir=".", **given)
+    entries = value(found, TRAIN)
+    assert isinstance(entries, list)
+    assert [one.get("weight") if isinstance(one, dict) else None for one in entries] == (weights or [None, None])
+    assert (kinds(found, "mix_")["strategy"] is Kind.MISSING) == (weights is None)
+    assert kinds(found, "interleave_").get("probs") in (kinds(found, "mix_")["strategy"], None)
+    assert "does not load" not in found.report
+
+
+def test_a_link_beside_the_recipe_stays_the_link(of, tmp_path: Path):
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deep" / "v2.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "rows.jsonl").symlink_to("elsewhere/deep/v2.jsonl")
+    (tmp_path / "folder").symlink_to("elsewhere/deep")
+    entries = value(of("axolotl", datasets=[{"path": "rows.jsonl", "type": "completion"}]), TRAIN)
+    assert entries == "rows.jsonl"
+    for path, expected in (
+        ("folder/v2.jsonl", "folder/v2.jsonl"),
+        ("folder/../deep/v2.jsonl", "elsewhere/deep/v2.jsonl"),
+    ):
+        assert value(of("axolotl", datasets=[{"path": path, "type": "completion"}]), TRAIN) == expected
