@@ -91,6 +91,8 @@ OTHER_NAMES = {
     "eval_steps": "runner.eval_interval",
     "eval_every": "runner.eval_interval",
     "compute_metrics": "eval.metrics",
+    "early_stopping_patience": "runner.early_stop.patience",
+    "early_stopping_threshold": "runner.early_stop.min_delta",
     "save_steps": "runner.save_interval",
     "save_total_limit": "runner.keep_last",
     "resume_from_checkpoint": "runner.resume_dir",

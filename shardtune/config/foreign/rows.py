@@ -108,6 +108,15 @@ def first_row(c: Conversion, path: str) -> Mapping[str, object]:
     return row if isinstance(row, dict) else {}
 
 
+def unread_files(c: Conversion, name: str, data_files: object, split: object) -> None:
+    """Record the files of `data_files` that belong to other splits than the one that is read."""
+    own = str(split or "train").partition("[")[0]
+    for other, files in data_files.items() if isinstance(data_files, Mapping) and own in data_files else ():
+        if other != own:
+            shown = ", ".join(str(file) for file in listed(files))
+            c.missing(f"only files of {own} are read; {EVAL} names those of evaluation: {shown}", f"{name}.{other}")
+
+
 def rows_of(c: Conversion, path: str, most: int | None = None) -> int | None:
     """The number of rows of a local JSON file, `most` at most; None: it cannot be seen."""
     file = c.target / path

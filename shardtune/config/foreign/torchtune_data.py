@@ -135,6 +135,7 @@ def _entries(c: Conversion, name: str, given: Mapping[str, object], ours: str) -
     line = f"{ours}: {short(rows.as_entries(entries))}" if entries else ""
     for key, value in given.items():
         _record(c, kind, f"{name}.{key}", value, line)
+    rows.unread_files(c, f"{name}.data_files", files, given.get("split"))
     if lost:
         c.missing(lost, f"{name}.split")
     if kind.startswith("alpaca") and ours == TRAIN:

@@ -206,6 +206,10 @@ def _best(c: Conversion) -> None:
     metric = str(c.get("metric_for_best_model", "loss")).removeprefix("eval_").removeprefix("eval/")
     comment = "checkpoints/best; final/ is the last model"
     c.put("runner.best.monitor", f"eval/{metric}", "load_best_model_at_end", "metric_for_best_model", comment=comment)
+    c.notes.append(
+        "load_best_model_at_end: final/ is the last model; shardtune export RUN DIR --checkpoint best writes the best, "
+        "and generate, eval and predict take --checkpoint best"
+    )
     if c.get("greater_is_better") is not None:
         c.put("runner.best.mode", "max" if is_on(c.get("greater_is_better")) else "min", "greater_is_better")
     if metric != "loss":

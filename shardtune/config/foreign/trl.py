@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardtune.config.foreign import rules
 from shardtune.config.foreign.conversion import Conversion, Kind
-from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, files_of, first_row, split_of
+from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, files_of, first_row, split_of, unread_files
 from shardtune.config.foreign.table import By, Missing, NoCounterpart, NotNeeded, Table, To, each
 from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, training_arguments
 from shardtune.config.foreign.values import as_number, is_on, names, whole
@@ -264,6 +264,7 @@ def _mixed(c: Conversion, place: int, given: Mapping[str, object]) -> list[dict[
             c.record(f"{name}.{key}", Kind.TRANSLATED, f"{TRAIN}: an entry's path, name, split or weight")
         elif key != "columns":
             c.record(f"{name}.{key}", Kind.UNKNOWN, "no key of TRL's data sets that is known here")
+    unread_files(c, f"{name}.data_files", given.get("data_files"), given.get("split"))
     if lost:
         c.missing(lost, f"{name}.split")
     return [entry(path, **options) for path in paths]

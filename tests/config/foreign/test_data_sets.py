@@ -425,3 +425,14 @@ def test_a_link_beside_the_recipe_stays_the_link(of, tmp_path: Path):
         ("folder/../deep/v2.jsonl", "elsewhere/deep/v2.jsonl"),
     ):
         assert value(of("axolotl", datasets=[{"path": path, "type": "completion"}]), TRAIN) == expected
+
+
+def test_files_of_a_split_that_is_not_read_are_said(of):
+    files = {"train": "a.jsonl", "test": "b.jsonl"}
+    found = of("trl", dataset_name=None, datasets=[{"path": "json", "data_files": files}], early_stopping_patience=3)
+    assert value(found, TRAIN) == "a.jsonl"
+    assert kinds(found, "datasets[0].data_files.") == {"train": Kind.TRANSLATED, "test": Kind.MISSING}
+    assert "the nearest key here is runner.early_stop.patience" in found.report
+    tuned_files = of("torchtune", dataset=tuned("chat_dataset", source="json", data_files=files, split="test"))
+    assert value(tuned_files, TRAIN) == "b.jsonl"
+    assert kinds(tuned_files, "dataset.data_files.") == {"train": Kind.MISSING, "test": Kind.TRANSLATED}
