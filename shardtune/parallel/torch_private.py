@@ -605,11 +605,6 @@ class Filling:
     trained: set[int] = dataclasses.field(default_factory=set)
     passed: set[int] = dataclasses.field(default_factory=set)
 
-    def has_gradient(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has a gradient, its own and not zeros alone."""
-        key = id(parameter)
-        return key in self.used or (parameter.grad is not None and key not in self.filled)
-
     def clear(self) -> None:
         """Forget all of it."""
         self.on = False

@@ -82,7 +82,12 @@ class UnitCalls:
         that is after each micro-batch, what a step uses for the first time is compared.
         """
         filling = self.filling
-        now = bytes(map(filling.has_gradient, self._summed.values()))
+        now = bytes(
+            [
+                id(each) in filling.used or (each.grad is not None and id(each) not in filling.filled)
+                for each in self._summed.values()
+            ]
+        )
         self.used = [now] if filling.on else [*self.used, now]
         return float(zlib.crc32(b"".join(self.used), zlib.crc32(array("I", self.made).tobytes())))
 

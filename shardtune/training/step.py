@@ -211,9 +211,8 @@ def optimizer_step(
     `judge` refuses, and one without a target, in which momentum and weight decay alone would change the weights.
 
     Raises:
-        ModelError: no parameter has a gradient, although there are targets; or fp16 overflows at any loss scale; or
-            ranks called different units; or a parameter is trained now that the optimizer does not have; or a compiled
-            module changes a buffer in place.
+        ModelError: there are targets and no gradient; fp16 overflows at any loss scale; ranks called different units; a
+            parameter is trained now that the optimizer does not have; or a compiled module changes a buffer in place.
     """
     if any(parameter.requires_grad for parameter in weights.untrained.values()):
         weights.refuse_unfrozen()
@@ -230,7 +229,8 @@ def optimizer_step(
         if weights.replicates:
             weights.sync_replicated_gradients()
         # All numbers of the step are read at once: the one time at which it waits for a GPU.
-        reached = any(map(weights.unit_calls.filling.has_gradient, weights.parameters.values()))
+        zeros = weights.unit_calls.filling.filled - weights.unit_calls.filling.used
+        reached = any(each.grad is not None and id(each) not in zeros for each in weights.parameters.values())
         values = [*totals.losses.values(), float(len(totals.metrics)), float(reached)]
         mark = weights.unit_calls.mark() if weights.on_ranks else 0.0
         *sums, measured, reached, square, marks = ranks.sum(values, [weights.gradient_square(), mark])

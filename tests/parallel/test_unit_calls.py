@@ -54,7 +54,7 @@ class Net(nn.Module):
         x = batch.x.to(next(self.heads.parameters()).dtype)
         for block in batch.blocks:
             x = self.blocks[block](x, () if block in batch.skipped else batch.layers)
-            x *= 0.9
+            x = x * 0.9 if block in batch.skipped else x.mul_(0.9)
         return LossSum(torch.stack([self.heads[head](x).square().sum() for head in batch.heads]).sum(), 1.0)
 
 
