@@ -99,12 +99,11 @@ def find_hidden(module: nn.Module, args: object, kwargs: object, output: object)
     """After a forward of a sharded module: let FSDP2 see the tensors of its output that it does not find by itself, and
     those of which its output has views."""
     assert isinstance(module, FSDPModule)
-    if not torch.is_grad_enabled():
+    hidden = tensors_in(output, hidden=True, bases=True) if torch.is_grad_enabled() else []
+    if not hidden or in_backward():  # activation checkpointing repeats forwards in the backward pass
         return
     given = {id(tensor) for tensor in tensors_in((args, kwargs), bases=True)}  # which came through no weight of its own
-    hidden = [tensor for tensor in tensors_in(output, hidden=True, bases=True) if id(tensor) not in given]
-    if hidden and not in_backward():  # activation checkpointing repeats forwards in the backward pass
-        gather_before_backward(module, hidden)
+    gather_before_backward(module, [tensor for tensor in hidden if id(tensor) not in given])
 
 
 class Gathering:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from shardtune.batch import Sample
-from shardtune.cli.chat import Question, _Streamer, answer_line
+from shardtune.cli.chat import Question, Streamer, answer_line
 from shardtune.cli.exit import end
 from shardtune.data.cache_directory import print_line
 from shardtune.errors import CONTROL, DataError, printable
@@ -75,7 +75,7 @@ def test_a_file_that_ends_too_early_is_no_interrupt(capsys: pytest.CaptureFixtur
 
 
 def test_answers(capsys: pytest.CaptureFixture[str], hostile: Sample) -> None:
-    streamer = _Streamer(make_tokenizer())
+    streamer = Streamer(make_tokenizer(), ())
     streamer.on_finalized_text(HOSTILE, stream_end=True)
     line = answer_line(Question(HOSTILE, []), HOSTILE)
     assert not CONTROL.findall(capsys.readouterr().out + line)
