@@ -41,6 +41,8 @@ OPTIONS: Mapping[str, str] = {
     "actor.model.model_path": "--model",
 }
 """Of both commands, by the key of a recipe that sets the same."""
+AS_TEXT: Mapping[str, str] = {"generate": "--prompt {}", "chat": "type {} in the chat"}
+"""How a word is given to the model as a text."""
 
 
 def generate(
@@ -96,7 +98,6 @@ def generate(
     shardtune generate runs/recipe --prompt "A rhyme, please." --temperature 0.8 --top-p 0.9 --seed 7
     ```
     """
-    refuse_keys("generate", run or (), OPTIONS, "--prompt {}")
     target, typed = _target("generate", run, model, adapter)
     prompts = [*typed, *(prompt or ())]
     _check_asked(target, prompts, file, image, prepared)
@@ -182,7 +183,6 @@ def chat(
     shardtune chat runs/recipe --checkpoint best --system "Be brief." --temperature 0.7
     ```
     """
-    refuse_keys("chat", run or (), OPTIONS, "type {} in the chat")
     target, more = _target("chat", run, model, adapter)
     if more:
         raise ConfigError(
@@ -215,7 +215,8 @@ def _template_kwargs(text: str | None) -> dict[str, object]:
 
 
 def _target(command: str, words: list[str] | None, model: str | None, adapter: str | None) -> tuple[str, list[str]]:
-    """The run or model that is named, and the words after it."""
+    """The run or model that is named, and the words after it, which are no keys of a recipe."""
+    refuse_keys(command, words or (), OPTIONS, AS_TEXT[command])
     if adapter is not None:
         raise ConfigError(
             "an adapter has no option of its own: its directory names the model that it belongs to",

@@ -687,8 +687,8 @@ def forget_iteration(root: FSDPModule) -> None:
 
     What torch calls `reset_iter_state` from 2.13 on.
     """
-    if _RESET is not None:
-        _RESET(root)
+    if torch.__version__ >= "2.13":
+        root.reset_iter_state()
         return
     state: Any = root._get_fsdp_state()
     if torch.cuda.is_available():
@@ -697,16 +697,15 @@ def forget_iteration(root: FSDPModule) -> None:
     for each in state._state_ctx.all_states:
         each._modules_to_run_forward.clear()
         each._training_state = TrainingState.IDLE
-        group = each._fsdp_param_group
-        if group is not None:
-            group._post_forward_indices.clear()
-            group._training_state = TrainingState.IDLE
-            group._to_sharded()
+    sharded = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+    for group in [group for module in sharded for group in _groups_of(module)]:
+        group._post_forward_indices.clear()
+        group._training_state = TrainingState.IDLE
+        group._to_sharded()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
 
 
-_RESET: Callable[[FSDPModule], None] | None = getattr(FSDPModule, "reset_iter_state", None)
 Inputs = tuple[tuple[object, ...], dict[str, object]]
 
 
