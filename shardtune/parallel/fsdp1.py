@@ -117,6 +117,11 @@ class Shell(nn.Module):
     """What FSDP1 wraps in a unit's place, so that the model keeps its modules, their classes and their names.
 
     While it is wrapped it holds the unit, whose parameters FSDP1 takes; later only the shells inside it.
+
+    Attributes:
+        watched: the places of its parameters, by name.
+        used: those that have had a gradient since the last update.
+        begin: is called once, before the next of them is noted; None: nothing is.
     """
 
     def __init__(self, inside: Sequence[FullyShardedDataParallel]) -> None:
@@ -124,6 +129,7 @@ class Shell(nn.Module):
         self.inside = nn.ModuleList(inside)
         self.watched: dict[str, Place] = {}
         self.used: set[str] = set()
+        self.begin: Callable[[], None] | None = None
 
     def forward(self, call: Callable[[], list[torch.Tensor]], *_inputs: torch.Tensor) -> list[torch.Tensor]:
         if torch.is_grad_enabled():
@@ -134,6 +140,8 @@ class Shell(nn.Module):
         return call()
 
     def _note(self, name: str, _grad: torch.Tensor) -> None:
+        if self.begin is not None:
+            self.begin()
         self.used.add(name)
 
 

@@ -281,6 +281,16 @@ class FlatWeights(Weights):
         for shell in self._flattened.shells:
             shell.used.clear()
 
+    def end_update(self) -> None:
+        for shell in self._flattened.shells:
+            shell.begin = self._begin_update
+
+    def _begin_update(self) -> None:
+        """In the first backward pass after an update: gradients that are still there count, others were set to None."""
+        for shell in self._flattened.shells:
+            shell.begin = None
+            shell.used = {name for name in shell.watched if self.parameters[name].grad is not None}
+
     def restore_model(self) -> None:
         super().restore_model()
         self._flattened.undo()

@@ -661,6 +661,9 @@ class Weights:
     def begin_backward(self) -> None:
         """Let a backward pass of a user's begin with the gradients that parameters have then: its own, or none."""
 
+    def end_update(self) -> None:
+        """Note that a user's own loop has updated the weights: what it uses for the next update begins anew."""
+
 
 def _fits(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
     """Whether another dtype holds the same values."""

@@ -111,6 +111,7 @@ def watched(
         nonlocal versions
         if not built_in():
             weights.copy_masters_to_model()
+            weights.end_update()
             weights.watch_buffers()
             if weights.on_ranks:
                 weights.unit_calls.begin_pass()

@@ -87,9 +87,10 @@ class Clips(own.Task):
         loss.backward()
         norm = self.clip_grad_norm_(CLIP)
         after = math.sqrt(self.ranks.sum((), [self.weights.gradient_square()])[0])
+        unused = sum("shifts" in name and weight.grad is None for name, weight in self.weights.parameters.items())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"loss": loss.item(), "norm": norm, "after": after}
+        return {"loss": loss.item(), "norm": norm, "after": after, "unused": unused}
 
 
 class ClipsTwice(Loop):
@@ -193,6 +194,7 @@ def test_such_a_loop_clips_by_the_norm_of_all_ranks() -> None:
             assert [step["train/loss"] for step in found] == pytest.approx(plain_loop(ranks, 3, CLIP), rel=1e-12)
             assert min(step["train/norm"] for step in found) > CLIP
             assert [step["train/after"] for step in found] == pytest.approx([CLIP] * 3, rel=1e-5)
+            assert [step["train/unused"] for step in found] == [3 - ranks] * 3  # each rank's rows choose another shift
 
 
 @pytest.mark.parametrize(
