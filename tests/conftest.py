@@ -13,6 +13,8 @@ import pytest
 from tests.support import fork_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests are of the CPU, on up to 8 ranks, for which a machine may lack GPUs; `make gpu` is for these.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Processors have been met that divide four doubles at once with errors of 1e-10 now and then, where division of two is
 # exact (`shardtune env` looks for that). torch's plain kernels divide two, so a test fails by its own fault alone.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")

@@ -158,7 +158,9 @@ class PeakComparison:
         if not self._in_files:
             return "a plan of the rest needs a recipe that names its files"
         if not is_large(self._worker):
-            return "a whole plan is compared from 17M parameters on, as Python itself moves by some 50 MB"
+            on_gpu = self._worker.device.type == "cuda"
+            beside = "the workspaces of cuBLAS take more" if on_gpu else "Python itself moves by some 50 MB"
+            return f"a whole plan is compared from 17M parameters on, as {beside}"
         return ""
 
     def _report(self, against: str) -> None:

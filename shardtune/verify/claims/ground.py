@@ -7,7 +7,8 @@ from functools import cached_property, lru_cache
 from threading import Lock, RLock
 
 from shardtune.config.schema.actor import TeacherConfig
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ParallelError
+from shardtune.parallel.ranks import choose_device
 from shardtune.verify.claims.dropout import PLUGIN, random_settings
 from shardtune.verify.claims.exact import CLOSE, in_fp64
 from shardtune.verify.claims.numbers import Gap, first_over, gaps, largest, run_gaps
@@ -93,18 +94,21 @@ class Ground:
         """The given numbers of ranks on which the recipe can be trained.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none, by the recipe.
+            ParallelError: there is none, by the GPUs of this machine.
         """
         found: list[int] = []
-        problem: ConfigError | None = None
+        problem: ConfigError | ParallelError | None = None
         for ranks in self.runs.ranks:
             try:
                 self.runs.new("tried", self.changes, ranks=ranks)
                 self.side.check_ranks(ranks)
+                choose_device(self.side.recipe.runner.device, ranks - 1)
                 found.append(ranks)
-            except ConfigError as error:
+            except (ConfigError, ParallelError) as error:
                 problem = error
-                self.notes.append(f"not on {ranks} rank{'s' if ranks > 1 else ''}: {error.what}")
+                way = "; runner.device=cpu compares them" if isinstance(error, ParallelError) else ""
+                self.notes.append(f"not on {ranks} rank{'s' if ranks > 1 else ''}: {error.what}{way}")
         if problem is not None and not found:
             raise problem
         return found

@@ -9,15 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from threading import Condition, Lock, Thread
+from threading import Lock, Thread
 from typing import IO
 
 from shardtune.config import Recipe
 from shardtune.errors import ConfigError, Interrupted
-from shardtune.launch.cores import usable_cores
 from shardtune.launch.module_process import module_command, module_environment
+from shardtune.training.loggers import METRICS_FILE
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.verify.claims.evidence import Evidence, read_evidence
+from shardtune.verify.claims.room import Room
 from shardtune.verify.claims.short_recipe import shortened
 from shardtune.verify.result import Failed
 
@@ -118,24 +119,6 @@ class ShortRun:
         return read_evidence(self.recorded)
 
 
-class _Cores:
-    """How many ranks run at the same time: as many as there are cores, or one run of more ranks alone."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._used, self._changed = count, 0, Condition()
-
-    def take(self, ranks: int) -> None:
-        """Wait until that many ranks have room."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._used or self._used + ranks <= self._count)
-            self._used += ranks
-
-    def give_back(self, ranks: int) -> None:
-        with self._changed:
-            self._used -= ranks
-            self._changed.notify_all()
-
-
 class ShortRuns:
     """Makes shortened runs of one recipe; a run of the same values is made once. Several threads may use it.
 
@@ -164,7 +147,7 @@ class ShortRuns:
         self._fewer_rows = fewer_rows
         self.recipe, self.folder, self.steps, self.ranks = recipe, folder, steps, ranks
         self._report = report
-        self._cores = _Cores(usable_cores())
+        self._room = Room(recipe.runner.device)
         self._lock = Lock()
         self._closed = False
         self._locks: dict[str, Lock] = {}  # by the values of a run: only one thread makes it
@@ -204,8 +187,7 @@ class ShortRuns:
             assert isinstance(given, int)
             recipe = shortened(run.recipe, self.folder, run.name, self.steps, given, changes, fewer_rows=False)
         file.write_text(recipe.to_yaml())
-        ranks = recipe.runner.nproc_per_node
-        self._cores.take(ranks)
+        taken = self._room.take(recipe.runner.nproc_per_node)
         words = ["--record", str(run.recorded)]
         words += [] if stop_after is None else ["--stop-after", str(stop_after)]
         self._report(f"{run.summary}{'' if stop_after is None else f', stopped after step {stop_after}'}")
@@ -214,7 +196,7 @@ class ShortRuns:
         with self._lock:  # no process is started once they are ended
             if self._closed:
                 stream.close()
-                self._cores.give_back(ranks)
+                self._room.give_back(taken)
                 raise Interrupted("the check was stopped")
             process = subprocess.Popen(
                 module_command("shardtune", "train", str(file), *words),
@@ -225,7 +207,7 @@ class ShortRuns:
             )
             attempt = Attempt(run, process, output, time.time(), number > 0 and not changes, stream)
             self._attempts.append(attempt)
-        Thread(target=self._give_back, args=(process, ranks), daemon=True).start()
+        Thread(target=self._give_back, args=(attempt, taken), daemon=True).start()
         return attempt
 
     def program(self, name: str, command: Sequence[str], *, remedy: str) -> None:
@@ -234,19 +216,22 @@ class ShortRuns:
         Raises:
             Failed: it ended with an error, whose last lines are the message.
         """
-        self._cores.take(1)
+        taken = self._room.take(1)
         self._report(name)
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=_environment())
         finally:
-            self._cores.give_back(1)
+            self._room.give_back(taken)
         if done.returncode:
             last = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
             raise Failed(f"{name} ended with exit code {done.returncode}:\n{last}", where=name, remedy=remedy)
 
-    def _give_back(self, process: subprocess.Popen[bytes], ranks: int) -> None:
-        process.wait()
-        self._cores.give_back(ranks)
+    def _give_back(self, attempt: Attempt, taken: int) -> None:
+        attempt.process.wait()
+        try:
+            self._room.weigh(attempt.run.directory / METRICS_FILE)
+        finally:
+            self._room.give_back(taken)
 
     def seconds_to(self, run: ShortRun, step: int) -> float:
         """From the start of a run to its checkpoint of a step."""
@@ -260,7 +245,7 @@ class ShortRuns:
         return self._made_once(self.new(name, changes, ranks=ranks))
 
     def several(self, runs: Iterable[ShortRun]) -> list[ShortRun]:
-        """Runs trained from start to end side by side, as far as there are cores; each made once."""
+        """Runs trained from start to end side by side, as far as there is room; each made once."""
         with ThreadPoolExecutor() as threads:
             return list(threads.map(self._made_once, runs))
 

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardtune.config import load_recipe
+from shardtune.errors import ParallelError
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.verified import read_verified
 from shardtune.verify.claims.claim import Claim, check_claims
@@ -83,6 +85,18 @@ def test_a_loss_that_depends_on_the_rank_is_named(tiny: Tiny) -> None:
 def test_one_number_of_ranks_is_nothing_to_compare(tiny: Tiny) -> None:
     found = check(tiny, "elastic", steps=1, ranks=(1,))
     assert (found.outcome, found.text) == ("skipped", "--ranks 1: give two numbers or more, as --ranks 1,2")
+
+
+def test_ranks_for_which_there_is_no_gpu_are_left_out(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(device: str, local_rank: int) -> torch.device:
+        if local_rank:
+            raise ParallelError("rank 1 of this machine has no GPU", where="", remedy="")
+        return torch.device("cpu")
+
+    monkeypatch.setattr("shardtune.verify.claims.ground.choose_device", choose)
+    found = check(tiny, "elastic", steps=1)
+    assert found.outcome == "skipped", found
+    assert "not on 2 ranks: rank 1 of this machine has no GPU; runner.device=cpu compares them" in found.text
 
 
 @pytest.mark.slow  # six processes; test_signals and test_kill hold the same

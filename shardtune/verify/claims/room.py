@@ -1,0 +1,76 @@
+"""How many shortened runs have room at the same time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from threading import Condition
+
+import torch
+
+from shardtune.errors import ParallelError
+from shardtune.launch.cores import usable_cores
+from shardtune.parallel.free_memory import free_bytes
+from shardtune.parallel.ranks import choose_device
+
+PEAK = "perf/peak_memory_gb"
+LARGER = 4
+"""At most so many times the memory of one run is what another takes: one in bf16, the other in fp64."""
+
+
+class Room:
+    """As many ranks as there are cores, or one run of more ranks alone.
+
+    On GPUs, of which the first is in each run, one run at a time; once one has ended, as many more as there is memory
+    for by what it took.
+
+    Args:
+        device: `runner.device`.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._cores = usable_cores()
+        try:
+            first = choose_device(device, 0)
+        except ParallelError:  # the run's own message is better
+            first = torch.device("cpu")
+        self._memory = free_bytes(first) if first.type == "cuda" else None
+        self._count = self._cores if self._memory is None else 1
+        self._used, self._changed = 0, Condition()
+
+    def has_room(self, ranks: int) -> bool:
+        """Whether a run of that many ranks would begin at once."""
+        return not self._used or self._used + self._part(ranks) <= self._count
+
+    def take(self, ranks: int) -> int:
+        """Wait until a run of that many ranks has room; returns what `give_back` needs."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_room(ranks))
+            self._used += self._part(ranks)
+        return self._part(ranks)
+
+    def give_back(self, taken: int) -> None:
+        with self._changed:
+            self._used -= taken
+            self._changed.notify_all()
+
+    def weigh(self, log: Path) -> None:
+        """Make room for more runs, if they are on GPUs, by the memory that a run has logged; nothing where it has not.
+
+        Args:
+            log: its `metrics.jsonl`.
+        """
+        if self._memory is None:
+            return
+        try:
+            peak = max(json.loads(line).get(PEAK, 0.0) for line in log.read_text().splitlines())
+        except (OSError, ValueError):  # it has logged nothing, or was killed within a line
+            return
+        if peak > 0.0:
+            others = int(self._memory / (LARGER * peak * 1e9)) - 1  # one is the plain run, in this process
+            with self._changed:
+                self._count = max(1, min(self._cores, others))
+                self._changed.notify_all()
+
+    def _part(self, ranks: int) -> int:
+        return ranks if self._memory is None else 1
