@@ -84,6 +84,7 @@ FILES: Mapping[str, str] = {
     "training/profiler.py": "part costs",
     "training/step.py": "part throughput",
     "training/utilisation.py": "memory and peak of the device",
+    "verify/claims/room.py": "`shardtune verify` of a recipe, typed",
 }
 """By file of the package: the checks that run its branch, or why none can."""
 BF16_ATTENTION = 3e-2

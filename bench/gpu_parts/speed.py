@@ -28,6 +28,11 @@ STEPS, TURNS = 2, 3
 START_SECONDS = 150.0
 
 
+def alone(case: Case) -> bool:
+    """Whether a contender needs most of a GPU: each has a check of its own, so that a call that ends keeps some."""
+    return not case.lora and case.model in ("4B", "8B", "mixture 5B")
+
+
 def together(case: Case, setting: Setting, contenders: int) -> bool:
     """Whether all contenders fit on a GPU at the same time and take turns; otherwise they run in succession."""
     if setting.device == "cpu" or case.model == "0.6B" or (case.model == "1.7B" and case.lora):
@@ -178,6 +183,12 @@ def _part(model: str, lora: bool) -> Part:
         among = ("shardtune", "TRL") if setting.small else CONTENDERS
         names = [name for name in among if re.search(setting.contenders, name)]
         cases = [Case(model, lora, size) for size in sizes]
+        if alone(cases[0]):
+            return [
+                Check(f"{case}, {name}", partial(measure, case=case, names=[name]), 70.0)
+                for case in cases
+                for name in names
+            ]
         return [Check(str(case), partial(measure, case=case, names=names), 100.0) for case in cases]
 
     way = "LoRA of rank 16 on all linear layers" if lora else "all weights trained"
