@@ -8,7 +8,7 @@ import time
 
 from shardtune.errors import Interrupted
 from shardtune.verify.claims.evidence import read_evidence
-from shardtune.verify.claims.resume import require_same
+from shardtune.verify.claims.resume import repeatable, require_same
 from shardtune.verify.claims.short_runs import Attempt, ShortRun, ShortRuns
 from shardtune.verify.result import Failed
 
@@ -23,8 +23,9 @@ LONGEST_STEP = 300.0
 def check_preempt(runs: ShortRuns) -> str:
     """SIGTERM at random moments, then continued: nothing is lost, bit by bit."""
     drawn = random.Random(SEED)
-    whole = runs.uninterrupted("whole")
-    run = runs.new("preempted")
+    changes, how = repeatable(runs)
+    whole = runs.uninterrupted("whole", changes)
+    run = runs.new("preempted", changes)
     places: list[int] = []
     while len(places) < PREEMPTIONS:
         attempt = runs.start(run)
@@ -60,7 +61,7 @@ def check_preempt(runs: ShortRuns) -> str:
     require_same(whole, run, runs.steps, f"the run that received SIGTERM {len(places)} times")
     return (
         f"SIGTERM at {len(places)} random moments, with {', '.join(map(str, places))} of {runs.steps} steps saved: "
-        "no step lost or computed twice, bitwise the uninterrupted run"
+        f"no step lost or computed twice, bitwise the uninterrupted run{how}"
     )
 
 

@@ -17,9 +17,10 @@ def check_resume(runs: ShortRuns) -> str:
     """Stopped and continued at several steps, an epoch's end among them, a run equals the uninterrupted one."""
     if runs.steps < 2:
         raise Skipped("a run of one step cannot be stopped before its end: --steps 2 or more")
-    parts = runs.new("stopped")
+    changes, how = repeatable(runs)
+    parts = runs.new("stopped", changes)
     first = runs.start(parts, stop_after=1)
-    whole = runs.uninterrupted("whole")
+    whole = runs.uninterrupted("whole", changes)
     require_stopped(first, 1)
     places = stops(whole.evidence, runs.steps)
     for place in places[1:]:
@@ -30,8 +31,15 @@ def check_resume(runs: ShortRuns) -> str:
     epoch = f"step {ends[0]} ends an epoch" if ends else "no epoch ends within these steps"
     return (
         f"stopped after {_steps(places)} of {runs.steps} ({epoch}): rows, losses, norms, weights and optimizer "
-        "states are bitwise those of the uninterrupted run"
+        f"states are bitwise those of the uninterrupted run{how}"
     )
+
+
+def repeatable(runs: ShortRuns) -> tuple[dict[str, object], str]:
+    """What a run needs so that its bits can be repeated, and the words for it; nothing on a processor."""
+    if not runs.on_gpu or runs.recipe.runner.deterministic:
+        return {}, ""
+    return {"runner.deterministic": True}, "; with runner.deterministic=true, as kernels of a GPU may add in any order"
 
 
 def require_stopped(attempt: Attempt, place: int) -> None:

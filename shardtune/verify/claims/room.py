@@ -26,6 +26,9 @@ class Room:
 
     Args:
         device: `runner.device`.
+
+    Attributes:
+        on_gpu: whether runs are on GPUs.
     """
 
     def __init__(self, device: str) -> None:
@@ -34,8 +37,9 @@ class Room:
             first = choose_device(device, 0)
         except ParallelError:  # the run's own message is better
             first = torch.device("cpu")
-        self._memory = free_bytes(first) if first.type == "cuda" else None
-        self._count = self._cores if self._memory is None else 1
+        self.on_gpu = first.type == "cuda"
+        self._memory = free_bytes(first) if self.on_gpu else 0
+        self._count = 1 if self.on_gpu else self._cores
         self._used, self._changed = 0, Condition()
 
     def has_room(self, ranks: int) -> bool:
@@ -60,7 +64,7 @@ class Room:
         Args:
             log: its `metrics.jsonl`.
         """
-        if self._memory is None:
+        if not self.on_gpu:
             return
         try:
             peak = max(json.loads(line).get(PEAK, 0.0) for line in log.read_text().splitlines())
@@ -73,4 +77,4 @@ class Room:
                 self._changed.notify_all()
 
     def _part(self, ranks: int) -> int:
-        return ranks if self._memory is None else 1
+        return 1 if self.on_gpu else ranks

@@ -20,9 +20,11 @@ from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.verify.claims.evidence import Evidence, read_evidence
 from shardtune.verify.claims.room import Room
 from shardtune.verify.claims.short_recipe import shortened
-from shardtune.verify.result import Failed
+from shardtune.verify.result import Failed, Skipped
 
 LAST_LINES = 12
+UNREPEATABLE = "does not have a deterministic implementation"
+"""In torch's error where an operation has no kernel that repeats its bits."""
 OF_OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -51,12 +53,17 @@ class Attempt:
         Raises:
             ConfigError: the recipe has a mistake; the message is the command's.
             Failed: it ended otherwise than expected.
+            Skipped: the device has no kernel that repeats its bits.
         """
         code = self.process.wait()
         self._stream.close()
         if code in expect:
             return code
-        last = "\n".join(self.output.read_text(errors="replace").strip().splitlines()[-LAST_LINES:])
+        lines = self.output.read_text(errors="replace").strip().splitlines()
+        for line in lines:
+            if UNREPEATABLE in line:
+                raise Skipped(f"bits cannot be repeated on this device: {line.strip()}")
+        last = "\n".join(lines[-LAST_LINES:])
         if code == 2 and self.continues:
             raise Failed(
                 f"the run {self.run.name} is refused where it is continued:\n{last}",
@@ -153,6 +160,11 @@ class ShortRuns:
         self._locks: dict[str, Lock] = {}  # by the values of a run: only one thread makes it
         self._made: dict[str, ShortRun] = {}
         self._attempts: list[Attempt] = []
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the runs are on GPUs."""
+        return self._room.on_gpu
 
     def new(self, name: str, changes: Mapping[str, object] | None = None, *, ranks: int | None = None) -> ShortRun:
         """A run of which nothing has been trained yet.

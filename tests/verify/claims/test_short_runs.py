@@ -1,0 +1,45 @@
+"""How a shortened run ends, and what it needs on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardtune.verify.claims.resume import repeatable
+from shardtune.verify.claims.short_runs import Attempt
+from shardtune.verify.result import Failed, Skipped
+
+TORCH = (
+    "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but you set "
+    "'torch.use_deterministic_algorithms(True)'."
+)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "deterministic", "changed"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_on_a_gpu_kernels_that_repeat_their_bits_are_chosen(on_gpu: bool, deterministic: bool, changed: bool) -> None:
+    runner = SimpleNamespace(deterministic=deterministic)
+    runs: Any = SimpleNamespace(on_gpu=on_gpu, recipe=SimpleNamespace(runner=runner))
+    changes, how = repeatable(runs)
+    assert changes == ({"runner.deterministic": True} if changed else {})
+    assert ("with runner.deterministic=true" in how) == changed
+
+
+@pytest.mark.parametrize(("text", "error"), [(TORCH, Skipped), ("RuntimeError: another one", Failed)])
+def test_where_there_is_no_such_kernel_nothing_is_compared(text: str, error: type[Exception], tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    run: Any = SimpleNamespace(name="whole", summary="whole, 1 rank, fp32")
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", f"import sys; sys.stderr.write({text!r} + chr(10)); sys.exit(1)"],
+            stderr=stream,
+        )
+        with pytest.raises(error) as caught:
+            Attempt(run, process, output, 0.0, False, stream).wait()
+    assert "RuntimeError: " in str(caught.value)
