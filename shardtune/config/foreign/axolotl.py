@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from shardtune.config.foreign import axolotl_data, rules
 from shardtune.config.foreign.axolotl_keys import TABLE
@@ -21,6 +22,12 @@ MARKS = (
 
 def convert(c: Conversion) -> None:
     """Read a configuration of Axolotl."""
+    if c.has("diffusion") or "DiffusionPlugin" in str(c.get("plugins")):
+        raise ConfigError(
+            "diffusion: its plugin trains a model of masked tokens, which is no fine-tuning on the next token",
+            where="diffusion" if c.has("diffusion") else "plugins",
+            remedy="keep Axolotl for it, or write the method on the engine (docs/your-method.md)",
+        )
     if c.has("rl") or is_on(c.get("reward_model")):
         raise ConfigError(
             f"rl: {c.get('rl', 'a reward model')} is no supervised fine-tuning",
@@ -250,10 +257,13 @@ def _targets(c: Conversion, modules: object) -> None:
 
 
 def _tokens(c: Conversion) -> None:
-    tokens: list[object] = [*listed(c.get("tokens")), *listed(c.get("special_tokens.additional_special_tokens"))]
+    given = ["tokens", "special_tokens.additional_special_tokens"]
+    if isinstance(c.get("tokens"), Mapping):
+        remedy = "change the names of tokens in the tokenizer's files: actor.tokenizer.tokenizer_model"
+        c.missing(remedy, given.pop(0))
+    tokens = [token for name in given for token in listed(c.get(name))]
     if tokens:
-        name = "actor.tokenizer.new_tokens"
-        c.put(name, tokens, "tokens", "special_tokens.additional_special_tokens")
+        c.put("actor.tokenizer.new_tokens", tokens, *given)
     for name in ("bos_token", "eos_token", "unk_token"):
         if c.has(f"special_tokens.{name}"):
             remedy = "if it is not the tokenizer's own, change it in the tokenizer's files; the template ends a turn"

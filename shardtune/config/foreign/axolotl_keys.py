@@ -9,6 +9,7 @@ from shardtune.config.foreign.values import as_number, clip, is_on, whole, whole
 
 HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
 TOKENIZER = "change the tokenizer's own files, and name them as actor.tokenizer.tokenizer_model"
+GPTQ = "leave it out: docs/lora.md lists the quantised checkpoints that are read; GPTQ ones are converted first"
 NO_METHOD = (
     "leave it out: an optimizer of a package is actor.optim.name: package.module:Class, adapters are LoRA, DoRA, "
     "rsLoRA, PiSSA, and PEFT's others by actor.model.lora.peft"
@@ -218,13 +219,27 @@ TABLE: Table = {
         Missing("runner.logger.logger_backends has what there is, or a class of yours: package.module:Class"),
     ),
     **each(
-        "relora qat quantization lisa_step_interval lisa_n_layers jagged_restart_steps use_eaft use_pose gptq "
-        "quantize_moe_experts peft_layer_replication peft_trainable_token_indices peft "
-        "lora_on_cpu use_mora mora spectrum_top_fraction diffusion hatchery llmcompressor dense_mixer grokfast_alpha "
+        "relora lisa_step_interval lisa_n_layers jagged_restart_steps use_pose "
+        "peft_layer_replication peft_trainable_token_indices peft "
+        "lora_on_cpu use_mora mora spectrum_top_fraction hatchery dense_mixer grokfast_alpha "
         "shrink_embeddings",
         Missing(NO_METHOD),
     ),
-    **each("tokenizer_type tokenizer_legacy tokenizer_use_fast tokenizer_use_mistral_common", Missing(TOKENIZER)),
+    **each(
+        "qat quantization llmcompressor",
+        Missing("leave it out: weights are trained without quantisation and pruning, which are for final/, later"),
+    ),
+    **each("gptq gptq_groupsize gptq_model_v1 gptq_disable_exllama", Missing(GPTQ)),
+    "quantize_moe_experts": Missing(
+        "actor.model.lora.base_dtype: nf4 is for linear layers; experts that are stacked in one tensor stay as they are"
+    ),
+    "use_eaft": Missing("actor.loss: FILE.py:FUNCTION"),
+    "diffusion": NotNeeded("the run is not of its plugin"),
+    "debug": NotNeeded("it prints rows: shardtune data preview"),
+    "swanlab_experiment_name": NotNeeded("the run is called like its directory"),
+    **each("swanlab_description swanlab_mode swanlab_log_completions", Missing("SWANLAB_MODE in the environment")),
+    "tokenizer_type": Missing(TOKENIZER, (None, False, "AutoTokenizer", "PreTrainedTokenizerFast")),
+    **each("tokenizer_legacy tokenizer_use_fast tokenizer_use_mistral_common", Missing(TOKENIZER)),
     **each(
         "flash_attention sdp_attention xformers_attention flex_attention flex_attn_compile_kwargs sage_attention "
         "flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_d512 flash_optimum s2_attention "

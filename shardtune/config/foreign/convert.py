@@ -68,13 +68,7 @@ def convert(
     word = trainer or recognise(tree) or _halos(tree)
     known = FROM.get(word) if word is not None else None
     if known is None:
-        raise ConfigError(
-            "this is not recognised as a configuration of another trainer"
-            if word is None
-            else f"{word} is not a known trainer",
-            where=str(file or shown) if word is None else "--from",
-            remedy=f"give --from {', '.join([*FROM][:-1])} or {[*FROM][-1]}",
-        )
+        raise _not_known(tree, str(file or shown)) if word is None else _no_trainer(f"{word} is not a known trainer")
     folder = (to.expanduser().resolve() if to is not None else Path.cwd() / "recipe.yaml").parent
     source = Path.cwd() if file is None else file.expanduser().resolve().parent
     found = _started(given.launch, tree, known.name)
@@ -96,6 +90,32 @@ def convert(
         _ranks(c, None if world_size is not None else found)
     _check(c)
     return Converted(recipe_text(c, shown), report_text(c, shown), c)
+
+
+LAUNCHED = {
+    ("distributed_type", "compute_environment"): (
+        "accelerate",
+        "accelerate launch --config_file {} train.py --config FILE",
+    ),
+    ("zero_optimization", "zero_allow_untested_optimizer"): ("DeepSpeed", "train.py --deepspeed {} --learning_rate …"),
+}
+"""Keys of files beside a trainer's own -> whose they are, and the words to convert with them."""
+
+
+def _not_known(tree: Mapping[str, object], shown: str) -> ConfigError:
+    """That no trainer has the keys; a file of a launcher is one beside those of the trainer."""
+    for marks, (program, words) in LAUNCHED.items():
+        if any(mark in tree for mark in marks):
+            return ConfigError(
+                f"this is a file of {program}: it starts a run, and the keys of the training are in another one",
+                where=shown,
+                remedy=f"convert both: shardtune convert {words.format(shown)}",
+            )
+    return _no_trainer("this is not recognised as a configuration of another trainer", shown)
+
+
+def _no_trainer(what: str, where: str = "--from") -> ConfigError:
+    return ConfigError(what, where=where, remedy=f"give --from {', '.join([*FROM][:-1])} or {[*FROM][-1]}")
 
 
 def _tree(given: CommandLine) -> dict[str, object]:
@@ -139,7 +159,7 @@ def _resolved(tree: dict[str, object], shown: str) -> dict[str, object]:
         raise ConfigError(
             f"a reference cannot be resolved: {str(error).splitlines()[0]}",
             where=shown,
-            remedy="write the value itself",
+            remedy="write the value itself, or leave the line out; an environment variable is ${oc.env:NAME}",
         ) from error
     return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
 

@@ -61,6 +61,15 @@ def split_of(given: object) -> tuple[dict[str, object], str]:
     )
 
 
+def held_out(training: object, evaluation: object) -> float | None:
+    """The share of rows for evaluation of two splits that are the parts of one: `train[:95%]` and `train[95%:]`."""
+    first = re.fullmatch(r"(\w+)\[(?:0%?)?:(\d+)%\]", str(training).replace(" ", ""))
+    last = re.fullmatch(r"(\w+)\[(\d+)%:(?:100%)?\]", str(evaluation).replace(" ", ""))
+    if first is None or last is None or first.groups() != last.groups() or not 0 < int(first[2]) < 100:
+        return None
+    return (100 - int(first[2])) / 100
+
+
 def sets_of(c: Conversion, section: str) -> list[tuple[str, Mapping[str, object]]]:
     """The data sets of a section, one or a list of them, each with its name: `dataset`, or `dataset[0]`."""
     given = c.get(section)

@@ -27,6 +27,7 @@ TABLE: Table = {
     "tokenizer": By("actor.tokenizer.tokenizer_model: FOLDER"),
     "dataset": By("data.train_data_paths: FILE or OWNER/NAME"),
     "dataset_val": By("data.eval_data_paths: FILE or OWNER/NAME"),
+    "datasets": Missing("data.train_data_paths: [FILE, {path: OWNER/NAME, split: SPLIT, weight: SHARE}]"),
     "run_val_every_n_steps": To("runner.eval_interval", whole),
     "batch_size_val": To("actor.eval_micro_batch_size", whole),
     "batch_size": By("actor.micro_batch_size: N"),
@@ -90,6 +91,13 @@ def convert(c: Conversion) -> None:
                 where="loss",
                 remedy="shardtune trains one model by the tokens of its rows; keep torchtune for others",
             )
+    if not any(c.has(name) for name in ("optimizer", "dataset")):
+        raise ConfigError(
+            "a configuration without optimizer and dataset does not train",
+            where=", ".join([*c.tree][:5]),
+            remedy="shardtune generate, eval and export do what torchtune's recipes generate, eleuther_eval and "
+            "quantize are for",
+        )
     length = whole(c.get("tokenizer.max_seq_len"))
     packed = torchtune_data.is_packed(c)
     if length is None:

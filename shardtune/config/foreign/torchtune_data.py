@@ -98,15 +98,45 @@ def is_packed(c: Conversion) -> bool:
 
 def convert(c: Conversion) -> None:
     """Read the data sets of training and evaluation, and what is trained of them."""
+    share = _held_out(c)
     for section, key in (("dataset", TRAIN), ("dataset_val", EVAL)):
         sets = rows.sets_of(c, section)
+        if share is not None and key == EVAL:
+            continue
         entries = [line for name, given in sets for line in _entries(c, name, given, key)]
         if entries:
             c.put(key, rows.as_entries(entries), comment=section)
         elif c.has(section) and not sets:
             c.missing(f"name the files, or data sets of the Hub: {key}", section)
+    if share is not None:
+        _hold_out(c, share)
     _targets(c)
     _packing(c)
+
+
+def _held_out(c: Conversion) -> float | None:
+    """The share of the rows that is for evaluation, where the two sections are the two parts of one split."""
+    (training, *more), (test, *others) = (rows.sets_of(c, name) or [("", {})] for name in ("dataset", "dataset_val"))
+    own = [{key: value for key, value in one.items() if key not in OF_PART} for _, one in (training, test)]
+    if more or others or own[0] != own[1]:
+        return None
+    return rows.held_out(training[1].get("split"), test[1].get("split"))
+
+
+def _hold_out(c: Conversion, share: float) -> None:
+    """Hold rows out, and record the keys of both sections that say which."""
+    line = f"data.eval_split: {share:g}"
+    c.put("data.eval_split", share, comment="dataset.split, dataset_val.split; which rows differs")
+    for section in ("dataset", "dataset_val"):
+        for name, given in rows.sets_of(c, section):
+            for key in given if section == "dataset_val" else ("split",):
+                if key not in (*TARGETS, "packed"):
+                    c.outcomes.pop(f"{name}.{key}", None)
+                    c.record(f"{name}.{key}", Kind.TRANSLATED, line)
+
+
+OF_PART = ("split", "packed")
+"""The keys in which the two parts of one split may differ."""
 
 
 def _kind(given: Mapping[str, object]) -> str:

@@ -48,7 +48,7 @@ def recognise(tree: Mapping[str, object]) -> str | None:
         return TORCHTUNE
     if "step_scheduler" in tree and any(isinstance(part, Mapping) and "_target_" in part for part in tree.values()):
         return NEMO
+    named = {word: sum(name in known.table for name in tree) for word, known in TRAINERS.items()}
     scores = {word: sum(get_value(tree, mark) is not None for mark in known.marks) for word, known in TRAINERS.items()}
-    best = max(scores, key=lambda word: scores[word])
-    others = sum(name in TRAINERS[best].table for name in tree)
-    return best if scores[best] and others >= FEWEST and others * 2 >= len(tree) else None
+    best = max(scores, key=lambda word: (scores[word], named[word]))
+    return best if scores[best] and named[best] >= FEWEST and named[best] * 2 >= len(tree) else None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardtune.config.foreign import rules
-from shardtune.config.foreign.conversion import Conversion, Kind
+from shardtune.config.foreign.conversion import Conversion, Kind, short
+from shardtune.config.foreign.mixtures import mixture
 from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, files_of, first_row, split_of, unread_files
 from shardtune.config.foreign.table import By, Missing, NoCounterpart, NotNeeded, Table, To, each
-from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, training_arguments
+from shardtune.config.foreign.training_arguments import HUB, TRAINING_ARGUMENTS, training_arguments
 from shardtune.config.foreign.values import as_number, is_on, names, whole
+from shardtune.errors import ConfigError
 
 NAME = "TRL"
 LENGTH = 1024
@@ -71,7 +73,10 @@ TABLE: Table = {
     "dataset_streaming": Missing("data.cache: by_file trains on the first files while the others are tokenised"),
     "streaming": Missing("data.cache: by_file trains on the first files while the others are tokenised"),
     "datasets": By("data.train_data_paths: [FILE, {path: OWNER/NAME, split: SPLIT}]"),
-    "dataset_mixer": Missing("data.train_data_paths: [{path: OWNER/NAME, weight: SHARE}]"),
+    **each(
+        "dataset_mixture dataset_mixer dataset_splits dataset_configs",
+        By("data.train_data_paths: [{path: OWNER/NAME, split: SPLIT, weight: SHARE}]"),
+    ),
     "test_split_size": By("data.eval_split: SHARE"),
     "ignore_bias_buffers": NotNeeded("it is for DDP"),
     "chat_template_path": By("data.chat_template: FILE.jinja"),
@@ -100,12 +105,41 @@ TABLE: Table = {
         "actor.model.gradient_checkpointing: true saves more; actor.fsdp_config.cpu_offload is for weights"
     ),
     "router_aux_loss_coef": Missing("actor.model.config_overrides: {router_aux_loss_coef: X}"),
+    "chat_template": By("data.chat_template: FILE.jinja"),
+    "system_prompt": Missing("benchmarks have it there, no row has; data.system_prompt: TEXT is for rows"),
+    "callbacks": Missing("runner.callbacks: [FILE.py:CLASS]"),
+    "benchmarks": Missing("eval.harness: [TASK] at each evaluation of a run, with the extra harness"),
+    **each("hub_model_revision push_to_hub_revision overwrite_hub_revision", Missing(HUB, (None, False, "main"))),
+    "wandb_project": To("runner.logger.project_name"),
+    "wandb_entity": Missing("WANDB_ENTITY in the environment"),
+    "wandb_run_group": Missing("WANDB_RUN_GROUP in the environment"),
     **each("num_of_sequences chars_per_token dataset_batch_size", NotNeeded("rows are tokenised once, into a cache")),
 }
 
 
+OTHER_METHODS = (
+    *("beta", "ref_model", "reference_free", "precompute_ref_log_probs", "max_prompt_length", "max_completion_length"),
+    *("f_divergence_type", "rpo_alpha", "cpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight"),
+    *("center_rewards_coefficient", "reward_funcs", "reward_weights", "reward_model_path", "num_generations"),
+    *("kl_coef", "num_ppo_epochs", "rloo_k", "lmbda", "seq_kd", "teacher_model_name_or_path"),
+)
+"""Keys of TRL's trainers for preferences, rewards and distillation, which SFTConfig does not have."""
+
+
 def convert(c: Conversion) -> None:
-    """Read a configuration of TRL."""
+    """Read a configuration of TRL.
+
+    Raises:
+        ConfigError: it is for another of TRL's trainers.
+    """
+    other = next((name for name in OTHER_METHODS if c.has(name)), None)
+    if other is not None:
+        raise ConfigError(
+            f"{other}: {short(c.get(other))} is no supervised fine-tuning",
+            where=other,
+            remedy="keep TRL for preferences, rewards and distillation, or write the method on the engine "
+            "(docs/your-method.md); without such keys the file is converted",
+        )
     training_arguments(c, logging=10, rate=2e-5, precision="bf16")
     length = _length(c)
     is_packed = is_on(c.get("packing"))
@@ -213,21 +247,23 @@ def _weights(c: Conversion, dtype: str) -> None:
 
 
 def _data(c: Conversion) -> None:
-    mixture = c.get("datasets")
+    sets = c.get("datasets")
     evaluates = str(c.get("eval_strategy", c.get("evaluation_strategy", "no"))).lower() not in ("no", "false")
     share = c.get("test_split_size")
-    if isinstance(mixture, list) and any(isinstance(one, Mapping) for one in mixture):
-        found = [_mixed(c, place, one) for place, one in enumerate(mixture) if isinstance(one, Mapping)]
+    own = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
+    if mixture(c, evaluates):
+        c.not_needed("the mixture replaces it", *own)
+        return
+    if isinstance(sets, list) and any(isinstance(one, Mapping) for one in sets):
+        found = [_mixed(c, place, one) for place, one in enumerate(sets) if isinstance(one, Mapping)]
         entries = [one for several in found for one in several]
         c.put(TRAIN, as_entries(entries), comment="datasets")
         if share is not None:
             c.put("data.eval_split", share, "test_split_size", comment="test_split_size; which rows differs")
-        c.not_needed(
-            "datasets replaces it", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"
-        )
+        c.not_needed("datasets replaces it", *own)
         return
     if not c.has("dataset_name"):
-        c.not_needed("no dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
+        c.not_needed("no dataset_name", *own[1:])
         return
     path = c.path(c.get("dataset_name")) + (f":{c.get('dataset_config')}" if c.has("dataset_config") else "")
     train, lost = split_of(c.get("dataset_train_split"))
@@ -278,6 +314,7 @@ def _train_on(c: Conversion) -> None:
         c.record("dataset_text_field", Kind.DEFAULT, "the column is called text here too")
     if c.has("chat_template_path"):
         _template(c)
+    c.missing("write it into a file: data.chat_template: FILE.jinja", *(["chat_template"] * c.has("chat_template")))
     if is_on(c.get("assistant_only_loss")) or is_on(c.get("completion_only_loss")):
         c.put("data.train_on", "assistant", "assistant_only_loss", "completion_only_loss", always=True)
         return

@@ -81,7 +81,11 @@ def test_the_fewest_keys_are_enough_and_an_empty_value_is_the_default(of, traine
 @pytest.mark.parametrize(
     ("trainer", "changes", "what"),
     [
+        ("trl", {"beta": 0.1}, r"beta: 0\.1"),
+        ("trl", {"reward_funcs": ["accuracy"]}, "reward_funcs"),
         ("axolotl", {"rl": "dpo"}, "rl: dpo"),
+        ("axolotl", {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "masked tokens"),
+        ("torchtune", {"optimizer": None, "dataset": None, "tasks": ["x"]}, "does not train"),
         ("llama-factory", {"stage": "dpo"}, "stage: dpo"),
         ("torchtune", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss"),
         ("nemo", {"recipe": "TrainEagle3Recipe"}, "TrainEagle3Recipe"),
@@ -119,6 +123,10 @@ def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
         ConfigError, match=r"not recognised(.|\n)*--from trl, axolotl, llama-factory, torchtune, nemo or halos"
     ):
         convert(CommandLine(tmp_path / "x.yaml"))
+    for keys, says in (("distributed_type: FSDP", "accelerate"), ("zero_optimization: {stage: 3}", "DeepSpeed")):
+        (tmp_path / "x.yaml").write_text(f"{keys}\nb: 2\n")
+        with pytest.raises(ConfigError, match=f"a file of {says}(.|\n)*shardtune convert .*x.yaml"):
+            convert(CommandLine(tmp_path / "x.yaml"))
     with pytest.raises(ConfigError, match="titan is not a known trainer"):
         convert(CommandLine(tmp_path / "x.yaml"), "titan")
 

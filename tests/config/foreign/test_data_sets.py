@@ -21,6 +21,31 @@ def kinds(found: Converted, prefix: str) -> dict[str, Kind]:
     return {name.removeprefix(prefix): one.kind for name, one in outcomes.items() if name.startswith(prefix)}
 
 
+# -- mixtures of alignment-handbook and open-r1 ------------------------------------------------------------------------
+
+
+def test_a_mixture_beside_the_keys_of_trl_becomes_entries(of, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 40)
+    sets = [{"id": "rows.jsonl", "split": "train", "columns": ["text"], "weight": 0.5, "seeed": 1}]
+    found = of("trl", dataset_name=None, dataset_mixture={"datasets": sets, "seed": 0, "test_split_size": 5})
+    assert value(found, TRAIN) == {"path": "rows.jsonl", "weight": 0.5}
+    assert value(found, "data.eval_split") == 5 / 20
+    assert kinds(found, "dataset_mixture.datasets[0].")["seeed"] is Kind.UNKNOWN
+    assert kinds(found, "dataset_mixture.datasets[0].")["columns"] is Kind.NOT_NEEDED
+    sets += [{"id": "me/rows", "config": "en", "split": "test[:9]", "weight": 1.0}]
+    found = of("trl", dataset_mixture={"datasets": sets, "test_split_size": 5}, chat_template="{{ messages }}")
+    assert value(found, TRAIN)[1] == {"path": "me/rows", "name": "en", "split": "test", "max_samples": 9}
+    assert kinds(found, "dataset_mixture.")["test_split_size"] is Kind.MISSING  # the rows of the Hub are not counted
+    assert kinds(found, "chat_template") == {"": Kind.MISSING}
+    splits = {"dataset_splits": ["train_sft", "test_sft"], "eval_strategy": "epoch"}
+    found = of("trl", dataset_name=None, dataset_mixer={"me/rows": 0.5, "you/rows": 1}, **splits)
+    assert value(found, TRAIN) == [
+        {"path": "me/rows", "split": "train_sft", "weight": 0.5},
+        {"path": "you/rows", "split": "train_sft"},
+    ]
+    assert value(found, EVAL) == [{"path": f"{who}/rows", "split": "test_sft"} for who in ("me", "you")]
+
+
 # -- torchtune ---------------------------------------------------------------------------------------------------------
 
 
@@ -101,6 +126,26 @@ def test_data_sets_of_torchtune_become_entries(of, builder: str, given: dict[str
     assert value(found, TRAIN) == expected
     if given.get("split", "train[:50]") != "train[:50]":
         assert kinds(found, "dataset.")["split"] is Kind.MISSING
+
+
+@pytest.mark.parametrize(
+    ("training", "test", "share"),
+    [
+        ("train[:95%]", "train[95%:]", 0.05),
+        ("train[0%:90%]", "train[90%:100%]", 0.1),
+        ("train[:95%]", "train[90%:]", "absent"),
+        ("train[:95%]", "test[95%:]", "absent"),
+    ],
+)
+def test_two_parts_of_one_split_are_rows_and_rows_held_out(of, training: str, test: str, share: object):
+    sets = [tuned("chat_dataset", source="me/rows", split=split) for split in (training, test)]
+    found = of("torchtune", dataset=sets[0], dataset_val=sets[1])
+    assert value(found, "data.eval_split") == share
+    assert (value(found, EVAL) == "absent") == (share != "absent")
+    kind = Kind.MISSING if share == "absent" else Kind.TRANSLATED
+    assert (kinds(found, "dataset.")["split"], kinds(found, "dataset_val.")["split"]) == (kind, kind)
+    other = of("torchtune", dataset=sets[0], dataset_val={**sets[1], "source": "you/rows"})
+    assert value(other, "data.eval_split") == "absent"
 
 
 def test_plain_text_of_torchtune_ends_and_is_packed_as_here_or_that_is_said(of):
@@ -338,6 +383,12 @@ def test_thinking_is_a_value_of_the_chat_template(of, given: dict[str, Any], exp
 def test_keys_of_tokens_say_what_is_true(of, given: dict[str, Any], name: str, kind: Kind, says: str):
     outcome = of("llama-factory", **given).conversion.outcomes[name]
     assert (outcome.kind, says in outcome.text) == (kind, True)
+
+
+def test_names_of_tokens_of_older_files_of_axolotl_are_said(of):
+    found = of("axolotl", tokens={"pad_token": "<pad>"}, special_tokens={"additional_special_tokens": ["<a>"]})
+    assert value(found, "actor.tokenizer.new_tokens") == ["<a>"]
+    assert kinds(found, "tokens") == {".pad_token": Kind.MISSING}
 
 
 def test_tokens_of_a_file_replace_those_of_the_key(of):
