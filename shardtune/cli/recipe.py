@@ -67,7 +67,10 @@ def convert(
     ] = None,
     trainer: Annotated[
         str | None,
-        typer.Option("--from", help="trl | axolotl | llama-factory | torchtune | nemo | halos; by default recognised."),
+        typer.Option(
+            "--from",
+            help="trl | axolotl | llama-factory | torchtune | nemo | torchtitan | halos; by default recognised.",
+        ),
     ] = None,
     world_size: Annotated[
         int | None, typer.Option(min=1, help="The processes (GPUs) it was run with, for the rows of a step.")

@@ -115,6 +115,9 @@ def read_file(path: Path) -> Layer:
         raise ConfigError(
             f"the recipe is larger than {MOST_BYTES >> 20} MB", where=shown, remedy="name a recipe, not a file of data"
         )
+    if path.suffix == ".toml":
+        remedy = f"a file of torchtitan becomes one: shardtune convert {shown} -o recipe.yaml"
+        raise ConfigError("a recipe is a YAML file, and this is TOML", where=shown, remedy=remedy)
     try:
         node, tree = _parsed(text)
     except Exception as error:  # the parser raises many kinds: a number of thousands of digits, thousands of brackets

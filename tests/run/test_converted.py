@@ -24,9 +24,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("converted") / "here")
 
 
-@pytest.mark.parametrize("name", ["trl.yaml", "axolotl.yaml", "llama_factory.yaml", "torchtune.yaml", "halos.yaml"])
+@pytest.mark.parametrize(
+    "name", ["trl.yaml", "axolotl.yaml", "llama_factory.yaml", "torchtune.yaml", "torchtitan.toml", "halos.yaml"]
+)
 def test_two_steps_of_a_converted_recipe(name: str, workspace: Path):
-    recipe = workspace / name
+    recipe = workspace / f"{name}.yaml"
     recipe.write_text(convert(CommandLine(SOURCES / name), to=recipe).recipe)
     losses = _two_losses(recipe, workspace, f"data.train_data_paths={workspace / 'train.jsonl'}")
     assert len(losses) == 2

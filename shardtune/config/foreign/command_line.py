@@ -41,6 +41,8 @@ OF_AUTOMODEL = ("finetune", "pretrain", "kd", "llm", "vlm")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 """A word before a command that sets a variable of its environment."""
 OFF = "no_"
+CONFIG_FILE = "job.config_file"
+"""torchtitan's flag for its file; the others are keys of it (`--training.steps 10`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,12 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         raise _no_fine_tuning(given[1])
     files, values = _flags(given)
     files = [name for name in files if name not in PROGRAMS]
-    if "config" in values:
-        files.append(str(values.pop("config")))
+    files += [str(values.pop(name)) for name in ("config", CONFIG_FILE) if name in values]
     if len(files) > 1:
         raise ConfigError(f"one configuration is converted, not {' and '.join(files)}", where="shardtune convert")
-    return CommandLine(Path(files[0]) if files else None, values, launch, environment=environment)
+    file = Path(files[0]) if files else None
+    keys = {name: values.pop(name) for name in [*values] if "." in name and file is not None and file.suffix == ".toml"}
+    return CommandLine(file, values, launch, keys, environment)
 
 
 def _environment(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -235,8 +238,9 @@ def _flags(words: Sequence[str]) -> tuple[list[str], dict[str, object]]:
 
 def _value(name: str, given: Sequence[str]) -> tuple[str, object]:
     if not given:
-        plain = name.removeprefix(OFF)
-        off = name.startswith(OFF) and any(plain in trainer.table for trainer in TRAINERS.values())
+        section, dot, key = name.rpartition(".")
+        plain = f"{section}{dot}{key.removeprefix(OFF)}"
+        off = key.startswith(OFF) and any(plain in trainer.table for trainer in TRAINERS.values())
         return (plain, False) if off else (name, True)
     values = [_read(text) for text in given]
     return name, values[0] if len(values) == 1 else values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,7 @@ def _no_trainer(what: str, where: str = "--from") -> ConfigError:
 
 def _tree(given: CommandLine) -> dict[str, object]:
     """The keys of the file with what replaces them."""
-    tree = {**({} if given.file is None else copied(read_file(given.file).tree)), **given.values}
+    tree = {**({} if given.file is None else _read(given.file)), **given.values}
     for name, value in given.keys.items():
         try:
             set_value(tree, name, value)
@@ -129,6 +130,18 @@ def _tree(given: CommandLine) -> dict[str, object]:
                 f"{name}={value} sets a key below one that is no section", where=str(given.file), remedy="leave it out"
             ) from error
     return tree
+
+
+def _read(file: Path) -> dict[str, object]:
+    """The keys of a file in YAML, JSON or, by its name, TOML."""
+    if file.suffix != ".toml":
+        return dict(copied(read_file(file).tree))
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"the file cannot be read: {error.strerror}", where=str(file)) from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, or no TOML
+        raise ConfigError(f"the file is no TOML: {error}", where=str(file), remedy="mend the file") from error
 
 
 def _started(launch: Launch | None, tree: Mapping[str, object], trainer: str) -> Started | None:

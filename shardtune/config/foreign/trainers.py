@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardtune.config.foreign import axolotl, llama_factory, nemo, torchtune, trl
+from shardtune.config.foreign import axolotl, llama_factory, nemo, torchtitan, torchtune, trl
 from shardtune.config.foreign.conversion import Conversion
 from shardtune.config.foreign.table import Table
 from shardtune.config.tree import get_value
@@ -28,16 +28,19 @@ class OtherTrainer:
     convert: Callable[[Conversion], None]
 
 
-TORCHTUNE, NEMO = "torchtune", "nemo"
+TORCHTUNE, NEMO, TORCHTITAN = "torchtune", "nemo", "torchtitan"
 TRAINERS: Mapping[str, OtherTrainer] = {
     "trl": OtherTrainer(trl.NAME, trl.TABLE, trl.MARKS, trl.convert),
     "axolotl": OtherTrainer(axolotl.NAME, axolotl.TABLE, axolotl.MARKS, axolotl.convert),
     "llama-factory": OtherTrainer(llama_factory.NAME, llama_factory.TABLE, llama_factory.MARKS, llama_factory.convert),
     TORCHTUNE: OtherTrainer(torchtune.NAME, torchtune.TABLE, (), torchtune.convert),
     NEMO: OtherTrainer(nemo.NAME, nemo.TABLE, (), nemo.convert),
+    TORCHTITAN: OtherTrainer(torchtitan.NAME, torchtitan.TABLE, (), torchtitan.convert),
 }
 """By the word for `--from`; HALOs' names are read in recipes, so it is not among them."""
 FEWEST = 2
+SECTIONS = {name.partition(".")[0] for name in torchtitan.TABLE}
+"""The sections of torchtitan's files."""
 
 
 def recognise(tree: Mapping[str, object]) -> str | None:
@@ -48,6 +51,8 @@ def recognise(tree: Mapping[str, object]) -> str | None:
         return TORCHTUNE
     if "step_scheduler" in tree and any(isinstance(part, Mapping) and "_target_" in part for part in tree.values()):
         return NEMO
+    if isinstance(tree.get("training"), Mapping) and len(SECTIONS & set(tree)) > FEWEST:
+        return TORCHTITAN
     named = {word: sum(name in known.table for name in tree) for word, known in TRAINERS.items()}
     scores = {word: sum(get_value(tree, mark) is not None for mark in known.marks) for word, known in TRAINERS.items()}
     best = max(scores, key=lambda word: (scores[word], named[word]))

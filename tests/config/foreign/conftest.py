@@ -23,6 +23,7 @@ FILES = {
     "torchtune.yaml": "torchtune",
     "nemo.yaml": "NeMo Automodel",
     "halos.yaml": "HALOs",
+    "torchtitan.toml": "torchtitan",
 }
 SMALLEST: dict[str, dict[str, Any]] = {
     "trl": {"model_name_or_path": "org/model", "dataset_name": "org/rows"},
@@ -49,6 +50,11 @@ SMALLEST: dict[str, dict[str, Any]] = {
             "path_or_dataset_id": "org/rows",
         },
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 2e-5},
+    },
+    "torchtitan": {
+        "model": {"name": "llama3", "hf_assets_path": "org/model"},
+        "training": {"dataset": "c4", "steps": 20},
+        "optimizer": {"lr": 3e-4},
     },
 }
 """The fewest keys of each trainer."""

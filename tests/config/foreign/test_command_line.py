@@ -96,6 +96,13 @@ def test_variables_and_keys_of_a_command_are_read() -> None:
     assert found.keys == {"optimizer.lr": 1e-5, "epochs": 2}
 
 
+def test_flags_of_torchtitan_are_keys_of_its_file() -> None:
+    typed = "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file a.toml --training.steps 9"
+    found = read_command_line(shlex.split(f"{typed} --compile.enable --checkpoint.no_enable"))
+    assert (found.file, found.values, _processes(found)) == (Path("a.toml"), {}, 8)
+    assert found.keys == {"training.steps": 9, "compile.enable": True, "checkpoint.enable": False}
+
+
 def test_a_command_of_torchtune_becomes_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tune.yaml").write_text(

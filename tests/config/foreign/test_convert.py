@@ -41,6 +41,7 @@ def test_every_key_has_an_outcome_and_the_recipe_loads(name: str, tmp_path: Path
     assert left == {
         "trl.yaml": ["learnin_rate"],
         "axolotl.yaml": ["plugins"],
+        "torchtitan.toml": ["model.name", "model.flavor"],
     }.get(name, [])
 
 
@@ -72,10 +73,11 @@ def test_the_recipe_is_read_as_it_is_meant(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("trainer", SMALLEST)
 def test_the_fewest_keys_are_enough_and_an_empty_value_is_the_default(of, trainer: str):
-    found = of(trainer, seed=None)
+    found = of(trainer, **({"debug": {"seed": None}} if trainer == "torchtitan" else {"seed": None}))
     assert "still to be given" not in found.report
     assert "does not load" not in found.report
-    assert found.conversion.outcomes["seed"].kind is Kind.DEFAULT
+    (seed,) = (one for name, one in found.conversion.outcomes.items() if name.endswith("seed"))
+    assert seed.kind is Kind.DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,7 @@ def test_the_fewest_keys_are_enough_and_an_empty_value_is_the_default(of, traine
         ("llama-factory", {"stage": "dpo"}, "stage: dpo"),
         ("torchtune", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss"),
         ("nemo", {"recipe": "TrainEagle3Recipe"}, "TrainEagle3Recipe"),
+        ("torchtitan", {"model": {"name": "flux"}}, "draws images"),
         ("nemo", {"recipe": {"_target_": "nemo_automodel.recipes.retrieval.TrainBiEncoderRecipe"}}, "embedding or"),
     ],
 )
@@ -115,18 +118,25 @@ def test_the_command_writes_reports_and_keeps_what_is_there(tmp_path: Path, monk
     assert "translated:" in printed.err
     whole = run_cli("train", "sft.yaml")
     assert (whole.code, "shardtune convert sft.yaml" in whole.err) == (2, True)
+    (tmp_path / "titan.toml").write_text("[training]\nsteps = 1\n")
+    toml = run_cli("train", "titan.toml")
+    assert (toml.code, "shardtune convert titan.toml" in toml.err) == (2, True)
 
 
 def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
     (tmp_path / "x.yaml").write_text("a: 1\nb: 2\n")
     with pytest.raises(
-        ConfigError, match=r"not recognised(.|\n)*--from trl, axolotl, llama-factory, torchtune, nemo or halos"
+        ConfigError,
+        match=r"not recognised(.|\n)*--from trl, axolotl, llama-factory, torchtune, nemo, torchtitan or halos",
     ):
         convert(CommandLine(tmp_path / "x.yaml"))
     for keys, says in (("distributed_type: FSDP", "accelerate"), ("zero_optimization: {stage: 3}", "DeepSpeed")):
         (tmp_path / "x.yaml").write_text(f"{keys}\nb: 2\n")
         with pytest.raises(ConfigError, match=f"a file of {says}(.|\n)*shardtune convert .*x.yaml"):
             convert(CommandLine(tmp_path / "x.yaml"))
+    (tmp_path / "x.toml").write_text("[training]\nsteps = x\n")
+    with pytest.raises(ConfigError, match=r"no TOML(.|\n)*x.toml"):
+        convert(CommandLine(tmp_path / "x.toml"))
     with pytest.raises(ConfigError, match="titan is not a known trainer"):
         convert(CommandLine(tmp_path / "x.yaml"), "titan")
 

@@ -34,7 +34,8 @@ def test_a_mixture_beside_the_keys_of_trl_becomes_entries(of, tmp_path: Path):
     assert kinds(found, "dataset_mixture.datasets[0].")["columns"] is Kind.NOT_NEEDED
     sets += [{"id": "me/rows", "config": "en", "split": "test[:9]", "weight": 1.0}]
     found = of("trl", dataset_mixture={"datasets": sets, "test_split_size": 5}, chat_template="{{ messages }}")
-    assert value(found, TRAIN)[1] == {"path": "me/rows", "name": "en", "split": "test", "max_samples": 9}
+    more = {"path": "me/rows", "name": "en", "split": "test", "max_samples": 9}
+    assert value(found, TRAIN) == [{"path": "rows.jsonl", "weight": 0.5}, more]
     assert kinds(found, "dataset_mixture.")["test_split_size"] is Kind.MISSING  # the rows of the Hub are not counted
     assert kinds(found, "chat_template") == {"": Kind.MISSING}
     splits = {"dataset_splits": ["train_sft", "test_sft"], "eval_strategy": "epoch"}

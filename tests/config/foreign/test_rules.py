@@ -91,6 +91,34 @@ def test_the_rates_of_torchtune(of, tmp_path: Path):
     assert rates_here(without, tmp_path, STEPS) == [RATE] * STEPS
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, ""),
+        ({"decay_type": "cosine", "min_lr_factor": 0.1}, ""),
+        ({"decay_ratio": 0.25, "min_lr_factor": 0.1}, ""),
+        ({"decay_ratio": 0.99, "decay_type": "cosine"}, ""),
+        ({"decay_type": "sqrt"}, "lr_scheduler.decay_type"),
+        ({"decay_ratio": 0.25, "decay_type": "cosine"}, "lr_scheduler.decay_type"),
+        ({"total_steps": 9}, "lr_scheduler.total_steps"),
+    ],
+)
+def test_the_rates_of_torchtitan(of, tmp_path: Path, given: dict[str, Any], says: str):
+    training = {"dataset": "c4", "steps": STEPS}
+    found = of("torchtitan", training=training, optimizer={"lr": RATE}, lr_scheduler={"warmup_steps": 5, **given})
+    left = [name for name, one in found.conversion.outcomes.items() if one.kind is Kind.MISSING and "lr_" in name]
+    assert left == ([says] if says else [])
+    if says:
+        return
+    fall = min(round(given.get("decay_ratio", 1) * STEPS), STEPS - 5)
+    low, theirs = given.get("min_lr_factor", 0.0), []
+    for step in range(STEPS):
+        done = max(0, step - (STEPS - fall)) / fall
+        part = 0.5 * (1 + math.cos(math.pi * done)) if given.get("decay_type") == "cosine" else 1 - done
+        theirs.append(RATE * ((step + 1) / 5 if step < 5 else low + (1 - low) * part))
+    assert rates_here(found, tmp_path, STEPS) == pytest.approx(theirs, rel=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["inverse_sqrt", "reduce_lr_on_plateau", "greedy"])
 def test_a_schedule_that_there_is_not_is_said(of, kind: str):
     outcome = of("trl", lr_scheduler_type=kind).conversion.outcomes["lr_scheduler_type"]
@@ -131,6 +159,19 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "actor.optim.groups": [{"pattern": ".", "weight_decay": 0.01}],
         "data.max_length": 131072,
         "runner.save_interval": "epoch",
+    },
+    "torchtitan": {
+        "actor.optim.adam_beta2": 0.95,
+        "actor.optim.weight_decay": 0.1,
+        "actor.optim.groups": [{"pattern": ".", "weight_decay": 0.1}],
+        "actor.optim.lr_scheduler": "linear",
+        "actor.optim.lr_warmup_steps": 20,
+        "actor.max_tokens_per_micro_batch": 8 * 2048,
+        "actor.global_batch_tokens": 8 * 2048,
+        "actor.model.from_scratch": True,
+        "actor.model.gradient_checkpointing": "selective",
+        "data.on_too_long": "split",
+        "runner.logger.log_interval": 10,
     },
 }
 
@@ -198,6 +239,25 @@ OFFLOAD, RESHARD = "actor.fsdp_config.cpu_offload", "actor.fsdp_config.reshard_a
         ("llama-factory", {"quantization_bit": 4}, "actor.model.lora.base_dtype", "nf4"),
         ("llama-factory", {"pissa_init": True}, "actor.model.lora.init", "pissa_niter_16"),
         ("llama-factory", {"packing": True, "cutoff_len": 100}, "actor.global_batch_tokens", 800),
+        ("torchtitan", {"training": {"dataset": "c4"}}, "data.train_data_paths", {"path": "allenai/c4", "name": "en"}),
+        ("torchtitan", {"training": {"dataset": "c4", "max_norm": 0.5}}, "actor.optim.clip_grad", 0.5),
+        ("torchtitan", {"compile": {"enable": True}}, "actor.model.gradient_checkpointing", True),
+        ("torchtitan", {"model": {"converters": ["quantize.linear.float8"]}}, "actor.model.fp8.scaling", "tensorwise"),
+        ("torchtitan", {"quantize": {"linear": {"float8": {"emulate": True}}}}, "actor.model.fp8.scaling", "absent"),
+        ("torchtitan", {"parallelism": {"fsdp_reshard_after_forward": "never"}}, RESHARD, False),
+        ("torchtitan", {"checkpoint": {"initial_load_in_hf": True}}, "actor.model.from_scratch", True),
+        (
+            "torchtitan",
+            {"checkpoint": {"enable": True, "initial_load_in_hf": True, "initial_load_path": "org/it"}},
+            "actor.model.model_path",
+            "org/it",
+        ),
+        (
+            "torchtitan",
+            {"validation": {"enable": True, "freq": 7}},
+            "data.eval_data_paths",
+            {"path": "allenai/c4", "name": "en", "split": "validation"},
+        ),
         ("torchtune", {"clip_grad_norm": 2.0}, "actor.optim.clip_grad", 2.0),
         ("torchtune", {"epochs": 2, "max_steps_per_epoch": 30}, "runner.max_steps", 60),
         ("torchtune", {"batch_size": 3, "gradient_accumulation_steps": 4}, "actor.global_batch_size", 12),
@@ -355,6 +415,28 @@ def test_arguments_of_from_pretrained_have_the_keys_that_say_the_same(of):
     assert value(found, "actor.model.attn_implementation") == "sdpa"
     assert "actor.model.precision" in found.conversion.outcomes["model_init_kwargs.dtype"].text
     assert "config_overrides" in found.conversion.outcomes["model_init_kwargs.revision"].text
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world", "rows", "lines"),
+    [
+        ({"tensor_parallel_degree": 2, "context_parallel_degree": 2}, 8, 2, {"tensor": 2, "sequence": 2}),
+        ({"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2}, None, 8, {"data_replicate": 2}),
+        ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}, 2, 2, {}),
+        ({"expert_parallel_degree": 4}, 4, 4, {"expert": 4}),
+    ],
+)
+def test_the_degrees_of_torchtitan_are_a_layout_and_count_its_rows(
+    of, degrees: dict[str, int], world: int | None, rows: int, lines: dict[str, int]
+):
+    training = {"dataset": "c4", "local_batch_size": 3, "seq_len": 100}
+    found = of("torchtitan", world, training=training, parallelism=degrees)
+    assert value(found, "actor.global_batch_tokens") == 3 * rows * 100
+    assert {key: value(found, f"actor.parallel.{key}") for key in lines} == lines
+    is_ddp = degrees.get("data_parallel_shard_degree") == 1
+    assert value(found, "actor.training_backend") == ("ddp" if is_ddp else "absent")
+    whole = of("torchtitan", world, training={**training, "global_batch_size": 5}, parallelism=degrees)
+    assert value(whole, "actor.global_batch_tokens") == 500
 
 
 def test_losses_and_collators_of_torchtune(of):

@@ -18,6 +18,7 @@ from shardtune.config.foreign import (
     launch_keys,
     llama_factory,
     nemo_keys,
+    torchtitan_keys,
     torchtune,
     training_arguments,
     trl,
@@ -48,7 +49,16 @@ def test_each_entry_names_keys_that_exist():
 
 def test_no_name_stands_twice_in_a_table():
     """The second entry would replace the first one without a word."""
-    for module in (axolotl_keys, launch_keys, llama_factory, nemo_keys, torchtune, training_arguments, trl):
+    for module in (
+        axolotl_keys,
+        launch_keys,
+        llama_factory,
+        nemo_keys,
+        torchtitan_keys,
+        torchtune,
+        training_arguments,
+        trl,
+    ):
         tree = ast.parse(Path(module.__file__).read_text())
         tables = [node.value for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and _is_table(node)]
         assert tables
@@ -148,3 +158,4 @@ def test_recipes_and_names_of_halos_are_not_taken_for_others():
     assert recognise({"model": {"name_or_path": "x", "batch_size": 4}, "lr": 1e-4, "exp_name": "x"}) is None
     assert recognise({"model": {"model_type": "causal_lm"}, "seed": 1}) is None
     assert recognise({"learning_rate": 1e-4}) is None
+    assert recognise({"training": {"steps": 1}, "model": {}, "optimizer": {}}) == "torchtitan"
