@@ -10,6 +10,7 @@ import yaml
 from shardtune.config.foreign.conversion import Conversion, Kind, Line, Outcome, short
 from shardtune.config.keys import KEYS
 from shardtune.config.schema import short_key, short_keys
+from shardtune.config.secrets import without_secrets
 
 WIDTH = 118
 HEADINGS = (Kind.TRANSLATED, Kind.DEFAULT, Kind.NOT_NEEDED, Kind.MISSING, Kind.UNKNOWN)
@@ -19,11 +20,11 @@ REQUIRED = ("actor.model.model_path", "data.train_data_paths")
 def recipe_text(c: Conversion, source: str) -> str:
     """The recipe in YAML: each line with its origin, and at the end what has no counterpart."""
     head = f"# {source}, a configuration of {c.trainer}, as a recipe of shardtune (shardtune convert)."
-    return short_keys("\n".join([head, *_sections(c), *_remarks(c)])) + "\n"
+    return short_keys("\n".join([head, *_sections(c), *map(without_secrets, _remarks(c))])) + "\n"
 
 
 def report_text(c: Conversion, source: str) -> str:
-    """Every key of the source under what became of it."""
+    """Every key of the source under what became of it; a token, which a recipe has no key for, is not shown."""
     lines = [f"{source} ({c.trainer}): {_counts(c)}"]
     for kind in HEADINGS:
         found = [outcome for outcome in c.outcomes.values() if outcome.kind is kind]
@@ -36,7 +37,7 @@ def report_text(c: Conversion, source: str) -> str:
     absent = [key for key in REQUIRED if key not in c.lines]
     if absent:
         lines += ["", f"still to be given: {', '.join(absent)}"]
-    return short_keys("\n".join(lines))
+    return without_secrets(short_keys("\n".join(lines)))
 
 
 def _counts(c: Conversion) -> str:

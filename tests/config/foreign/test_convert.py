@@ -204,3 +204,13 @@ def test_names_of_data_sets_without_a_file_are_listed(of):
     assert (
         "identity" not in of("llama-factory", dataset="identity", dataset_dir="ONLINE").report.partition("no count")[2]
     )
+
+
+@pytest.mark.parametrize("token", ["${oc.env:HF_TOKEN}", "hf_0123456789abcdefgh"])
+def test_a_token_is_neither_shown_nor_written(of, token: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "my-secret-12345")
+    found = of("trl", hub_token=token)
+    for text in (found.recipe, found.report):
+        assert "my-secret" not in text
+        assert "hf_0123" not in text
+        assert "hub_token: ***" in text
