@@ -35,8 +35,10 @@ from shardtune.parallel.torch_private import (
     set_parameter,
     tree_map,
     tree_map_only,
+    unreached,
 )
 from shardtune.parallel.unit_calls import UnitCalls
+from shardtune.parallel.unused_units import tie
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own parameters."""
@@ -217,9 +219,10 @@ class Routed:
         result: list[object] = []
 
         def innermost() -> list[torch.Tensor]:
-            result[:] = [original(*args, **kwargs)]
-            given = {id(tensor) for tensor in tensors_in((args, kwargs), bases=True)}
-            return [tensor for tensor in tensors_in(result[0], bases=True) if id(tensor) not in given]
+            given = tensors_in((args, kwargs), bases=True)
+            result[:] = [_tied(self.through, given, original(*args, **kwargs))]
+            known = {id(tensor) for tensor in given}
+            return [tensor for tensor in tensors_in(result[0], bases=True) if id(tensor) not in known]
 
         call, inputs = innermost, tensors_in((args, kwargs))
         for shell in reversed(self.through[1:]):
@@ -235,6 +238,21 @@ class Routed:
 
     def _to_compute(self, value: object) -> object:
         return value.to(self._cast) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _tied(through: Sequence[FullyShardedDataParallel], given: Sequence[torch.Tensor], output: object) -> object:
+    """What a unit returns, from which gradients come back to each parameter that FSDP1 has made of the unit's.
+
+    Args:
+        through: the wrapped shells, all of which are gathered now.
+        given: the tensors with which the unit was called.
+        output: of the unit.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    flats = [flat for flat in map(flat_parameter, through) if flat is not None and flat.requires_grad]
+    unused = unreached(tensors_in(output), flats, given)
+    return tie(output, [flat[:1] for flat in unused]) if unused else output
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

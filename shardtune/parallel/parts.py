@@ -26,6 +26,7 @@ from shardtune.parallel.torch_private import (
     is_at_rest,
     replaced_parameters,
 )
+from shardtune.parallel.unused_units import tie
 
 
 def parts_of(root: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -67,6 +68,8 @@ def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Cal
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for unit in units:
         unit.register_forward_pre_hook(refuse_replaced, prepend=True)
+        if unit is not root:
+            unit.register_forward_hook(begin_unused)
         unit.register_forward_hook(find_hidden, with_kwargs=True)
     for part in parts:
         part.register_forward_hook(gathering.end, with_kwargs=True, always_call=True)
@@ -92,6 +95,20 @@ def refuse_replaced(module: nn.Module, *_: object) -> None:
             where=replaced[0],
             remedy="compute with the changed weight by an operation (F.linear(x, layer.weight * 1.1)), or on one rank",
         )
+
+
+@_eager
+def begin_unused(unit: nn.Module, _: object, output: object) -> object:
+    """After a forward of a unit: let gradients come back through it where nothing that it returns has any, as where it
+    returns the inputs of the model. Other ranks may have used its weights, and would wait in the backward pass."""
+    if not torch.is_grad_enabled() or in_backward() or any(tensor.requires_grad for tensor in tensors_in(output)):
+        return output
+    if not any(parameter.requires_grad for parameter in unit.parameters()):
+        return output
+    assert isinstance(unit, FSDPModule)
+    tied = tie(output, [torch.zeros(1, requires_grad=True)])
+    gather_before_backward(unit, [tensor for tensor in tensors_in(tied) if tensor.requires_grad])
+    return tied
 
 
 @_eager  # a hook of units, which may be compiled; there is no graph of what objects hold

@@ -366,6 +366,24 @@ def went_through_units(roots: Iterable[torch.Tensor | GradientEdge]) -> bool:
     return False
 
 
+def unreached(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Those of some leaves that no output was computed from, since the inputs."""
+    seen: set[object] = {tensor.grad_fn for tensor in inputs}
+    waiting = [tensor.grad_fn for tensor in outputs]
+    left = {id(leaf): leaf for leaf in leaves}
+    while waiting and left:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == ACCUMULATES:
+            left.pop(id(node.variable), None)
+        waiting += [before for before, _ in node.next_functions]
+    return [*left.values()]
+
+
 ACCUMULATES = "torch::autograd::AccumulateGrad"
 """The name of the node at a leaf of autograd's graph."""
 

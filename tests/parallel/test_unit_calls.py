@@ -154,6 +154,8 @@ def both(*batches: Rows) -> Steps:
 TWICE = both(Rows(blocks=(0, 1, 1, 2, 0)), Rows())
 HEADS = [[Rows(heads=(0,))], [Rows(heads=(1,))]]
 SKIPPED = [[Rows(skipped=(1,))], [Rows()]]
+FIRST_SKIPPED = [[Rows(skipped=(0,)), Rows()], [Rows(), Rows()]]
+ALL_SKIPPED = [[Rows(skipped=(0, 1, 2))], [Rows()]]
 FROZEN = [[Rows(), Rows(layers=(1,), frozen=0)], [Rows(layers=(1,)), Rows(layers=(1,), frozen=0)]]
 LAYERS = [[Rows(layers=(1,))], [Rows(layers=(0,))]]
 SWAPPED_HEADS = [[Rows(heads=(0,)), Rows(heads=(1,))], [Rows(heads=(1,)), Rows(heads=(0,))]]
@@ -181,6 +183,11 @@ ALIKE: dict[str, Case] = {
     "no layer of a unit on one rank, copies": Case(SKIPPED, COPIES),
     "no layer of a unit on one rank, summed after each": Case([[*own, Rows()] for own in SKIPPED], each=True),
     "no layer of a unit on one rank, then not called": Case([[*own, Rows(blocks=(0, 2))] for own in SKIPPED]),
+    "no layer of the first unit on one rank": Case(FIRST_SKIPPED),
+    "no layer of any unit on one rank, copies": Case(ALL_SKIPPED, COPIES, checkpoints=True),
+    "FSDP1, no layer of a unit on one rank": Case([[*own, Rows()] for own in SKIPPED], FLAT),
+    "FSDP1, no layer of any unit on one rank": Case(ALL_SKIPPED, FLAT, checkpoints=True),
+    "FSDP1, no layer of the first unit on one rank, in half precision": Case(FIRST_SKIPPED, FLAT, precision="bf16"),
     "no layer of a unit": Case([SKIPPED[0], SKIPPED[0]]),
     "a layer of one rank that is frozen before the sum": Case(FROZEN),
     "in half precision": Case(SWAPPED_HEADS, precision="bf16"),

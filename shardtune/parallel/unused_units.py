@@ -1,0 +1,41 @@
+"""Units that are called on all ranks, and of which a rank's rows use no weight.
+
+A unit gathers its weights and sums its gradients in the backward pass where a gradient comes back through it. A block
+that a rank's rows skip returns what it was given; other ranks, whose rows use it, would wait for that rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardtune.parallel.torch_private import tree_iter, tree_map_only
+
+
+def tie(output: object, others: Sequence[torch.Tensor]) -> object:
+    """What a unit returns, with other tensors to which gradients of zeros come back through it.
+
+    Args:
+        output: of the unit; its tensors that have gradients are copied, or else the first of floating numbers.
+        others: tensors with gradients.
+    """
+    tensors = [each for each in tree_iter(output) if isinstance(each, torch.Tensor)]
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    tied = [tensor for tensor in floating if tensor.requires_grad] or floating[:1]
+    copies = {id(tensor): Tie.apply(tensor, *others) for tensor in tied}
+    return tree_map_only(torch.Tensor, lambda tensor: copies.get(id(tensor), tensor), output) if copies else output
+
+
+class Tie(torch.autograd.Function):
+    """A copy of a tensor, through which others get gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = [(other.shape, other.dtype) for other in others]
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], *(grads[0].new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)
