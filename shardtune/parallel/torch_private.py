@@ -528,8 +528,15 @@ def casts_inputs(code: CodeType) -> bool:
 
 
 def initialise_root(root: FSDPModule) -> None:
-    """Let `root` be the root of the modules that FSDP2 shards in it; otherwise the first one that is called is."""
-    root._get_fsdp_state()._lazy_init()
+    """Let `root` be the root of the modules that FSDP2 shards in it; otherwise the first one that is called is.
+
+    At the end of a backward pass FSDP2 sums what autograd has not come by at: the root's gradients, and those of units
+    whose inputs had none, in the order of this list. If a rank's rows use weights of the root before the first unit,
+    the unit's inputs have gradients on that rank, and its sum comes before the root's; so it has to on the others.
+    """
+    state = root._get_fsdp_state()
+    state._lazy_init()
+    state._state_ctx.all_states.reverse()
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:

@@ -52,6 +52,7 @@ class Net(nn.Module):
         for name, parameter in self.blocks.named_parameters():
             parameter.requires_grad_(f".pair.{batch.frozen}." not in name)
         x = batch.x.to(next(self.heads.parameters()).dtype)
+        x = x * self.heads[0].weight if batch.begins else x
         for block in batch.blocks:
             x = self.blocks[block](x, () if block in batch.skipped else batch.layers)
             x = x * 0.9 if block in batch.skipped else x.mul_(0.9)
@@ -67,6 +68,7 @@ class Rows:
         layers: that each of them uses.
         skipped: those that use none.
         heads: that are used.
+        begins: whether a weight outside of all units is used before the first of them.
         frozen: the layer of every block that is frozen in this micro-batch.
     """
 
@@ -74,6 +76,7 @@ class Rows:
     layers: Sequence[int] = (0, 1)
     skipped: Sequence[int] = ()
     heads: Sequence[int] = (0, 1)
+    begins: bool = False
     frozen: int | None = None
     weights: dict[str, float] = field(default_factory=lambda: {"loss": 1.0})
     x: torch.Tensor = field(default_factory=lambda: torch.ones(1, WIDTH, dtype=torch.float64))
@@ -188,6 +191,7 @@ ALIKE: dict[str, Case] = {
     "FSDP1, no layer of a unit on one rank": Case([[*own, Rows()] for own in SKIPPED], FLAT),
     "FSDP1, no layer of any unit on one rank": Case(ALL_SKIPPED, FLAT, checkpoints=True),
     "FSDP1, no layer of the first unit on one rank, in half precision": Case(FIRST_SKIPPED, FLAT, precision="bf16"),
+    "a weight outside of units before the first on one rank": Case([[Rows(begins=True), Rows()], [Rows(), Rows()]]),
     "no layer of a unit": Case([SKIPPED[0], SKIPPED[0]]),
     "a layer of one rank that is frozen before the sum": Case(FROZEN),
     "in half precision": Case(SWAPPED_HEADS, precision="bf16"),
