@@ -24,7 +24,9 @@ from shardtune.parallel.torch_private import (
     gather_before_backward,
     in_backward,
     is_at_rest,
+    is_root,
     replaced_parameters,
+    tree_iter,
 )
 from shardtune.parallel.unused_units import tie
 
@@ -68,8 +70,6 @@ def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Cal
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for unit in units:
         unit.register_forward_pre_hook(refuse_replaced, prepend=True)
-        if unit is not root:
-            unit.register_forward_hook(begin_unused)
         unit.register_forward_hook(find_hidden, with_kwargs=True)
     for part in parts:
         part.register_forward_hook(gathering.end, with_kwargs=True, always_call=True)
@@ -97,30 +97,36 @@ def refuse_replaced(module: nn.Module, *_: object) -> None:
         )
 
 
-@_eager
-def begin_unused(unit: nn.Module, _: object, output: object) -> object:
-    """After a forward of a unit: let gradients come back through it where nothing that it returns has any, as where it
-    returns the inputs of the model. Other ranks may have used its weights, and would wait in the backward pass."""
-    if not torch.is_grad_enabled() or in_backward() or any(tensor.requires_grad for tensor in tensors_in(output)):
-        return output
-    if not any(parameter.requires_grad for parameter in unit.parameters()):
-        return output
-    assert isinstance(unit, FSDPModule)
-    tied = tie(output, [torch.zeros(1, requires_grad=True)])
-    gather_before_backward(unit, [tensor for tensor in tensors_in(tied) if tensor.requires_grad])
-    return tied
-
-
 @_eager  # a hook of units, which may be compiled; there is no graph of what objects hold
-def find_hidden(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+def find_hidden(module: nn.Module, args: object, kwargs: object, output: object) -> object:
     """After a forward of a sharded module: let FSDP2 see the tensors of its output that it does not find by itself, and
-    those of which its output has views."""
+    those of which its output has views. An output without gradients gets some in `begin_unused`."""
     assert isinstance(module, FSDPModule)
-    hidden = tensors_in(output, hidden=True, bases=True) if torch.is_grad_enabled() else []
+    if not torch.is_grad_enabled():
+        return output
+    hidden = tensors_in(output, hidden=True, bases=True)
+    if not hidden and not tensors_in(output):
+        return begin_unused(module, output)
     if not hidden or in_backward():  # activation checkpointing repeats forwards in the backward pass
-        return
+        return output
     given = {id(tensor) for tensor in tensors_in((args, kwargs), bases=True)}  # which came through no weight of its own
     gather_before_backward(module, [tensor for tensor in hidden if id(tensor) not in given])
+    return output
+
+
+def begin_unused(unit: FSDPModule, output: object) -> object:
+    """Let gradients come back through a unit whose output has none, as of one that returns the inputs of the model.
+
+    Other ranks may have used its weights, and would wait in the backward pass.
+    """
+    assert isinstance(unit, nn.Module)
+    first = next((each for each in tree_iter(output) if isinstance(each, torch.Tensor)), None)
+    trained = any(parameter.requires_grad for parameter in unit.parameters())
+    if first is None or not trained or in_backward() or is_root(unit):
+        return output
+    tied = tie(output, [torch.zeros(1, device=first.device, requires_grad=True)])
+    gather_before_backward(unit, tensors_in(tied))
+    return tied
 
 
 class Gathering:

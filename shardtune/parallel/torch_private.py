@@ -536,7 +536,14 @@ def initialise_root(root: FSDPModule) -> None:
     """
     state = root._get_fsdp_state()
     state._lazy_init()
-    state._state_ctx.all_states.reverse()
+    order = state._state_ctx.all_states
+    if order[0] is state:
+        order.reverse()
+
+
+def is_root(module: FSDPModule) -> bool:
+    """Whether a sharded module is the one whose units are the others."""
+    return bool(module._get_fsdp_state()._is_root)
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
