@@ -74,7 +74,7 @@ def test_they_are_no_part_of_a_fingerprint(folder: Path, tmp_path: Path) -> None
 def test_a_run_in_the_folder_of_its_model_or_its_rows_is_finished(
     home: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = make_tiny(tmp_path)
+    tiny = make_tiny(tmp_path, save_interval=-1)
     (tmp_path / "rows").mkdir()
     (tmp_path / "train.jsonl").rename(tmp_path / "rows/train.jsonl")
     recipe = tiny.recipe(

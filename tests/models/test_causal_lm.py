@@ -188,14 +188,15 @@ def test_dropout_draws_the_same_on_the_same_layout_also_after_a_resume(folder: P
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_recurrent_model_is_packed(folder: Path, precision: str) -> None:
     """Mamba: no positions, residuals in fp32, layers that are declared one inside the other."""
-    values = values_of(folder, "mamba", actor__model__precision=precision)
+    values = values_of(folder, "mamba", actor__model__precision=precision, runner__max_steps=2)
     one, two = run_recipe(values), run_ranks(run_recipes, 2, [values])[0][0]
     assert one.notes == two.notes == [f"packed rows see each other in this model: {MIXED}"]
     assert one.losses == pytest.approx(two.losses, rel=1e-5 if precision == "fp32" else 0.02)
 
 
 def test_a_recurrent_model_starts_from_scratch_alike_on_any_ranks(folder: Path) -> None:
-    values = values_of(folder, "mamba", actor__model__precision="fp32", actor__model__from_scratch=True)
+    changes = {"actor__model__precision": "fp32", "actor__model__from_scratch": True, "runner__max_steps": 2}
+    values = values_of(folder, "mamba", **changes)
     one, two = run_recipe(values), run_ranks(run_recipes, 2, [values])[0][0]
     assert one.losses == pytest.approx(two.losses, rel=1e-5)
 

@@ -21,7 +21,7 @@ from tests.support.tiny_run import Tiny, lines, make_model, make_tiny, make_toke
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny(tmp_path_factory.mktemp("train"))
+    return make_tiny(tmp_path_factory.mktemp("train"), save_interval=-1)
 
 
 @pytest.mark.lengthy

@@ -42,7 +42,7 @@ FORM = {
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    made = make_tiny(tmp_path_factory.mktemp("tiny"))
+    made = make_tiny(tmp_path_factory.mktemp("tiny"), save_interval=-1)
     odd = [{"prompt": "<script>alert(1)</script> \x1b[31m & ", "completion": "</title> \u202e \U0001f600 " * 2}] * 2
     write_rows(made.folder / "odd.jsonl", [*rows(12), *odd, {"prompt": "p" * 30, "completion": "x" * 90}])
     return made

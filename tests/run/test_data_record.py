@@ -22,7 +22,7 @@ pytestmark = pytest.mark.lengthy
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
+    return make_tiny(tmp_path_factory.mktemp("tiny"), save_interval=-1)
 
 
 def logged(job: Any, *arguments: Any, **more: Any) -> str:

@@ -67,7 +67,7 @@ class Holds(Reader):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    made = make_tiny(tmp_path_factory.mktemp("final"))
+    made = make_tiny(tmp_path_factory.mktemp("final"), save_interval=-1)
     for name in ("preprocessor_config.json", "sentence_bert_config.json"):
         (made.folder / "model" / name).write_text(json.dumps({"base": True}))
     return made

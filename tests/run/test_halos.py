@@ -27,7 +27,7 @@ pytestmark = pytest.mark.lengthy
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny(tmp_path_factory.mktemp("halos"))
+    return make_tiny(tmp_path_factory.mktemp("halos"), save_interval=-1)
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ def other_weights(tiny: Tiny) -> None:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Tiny:
     """With `run`: finished, from files alone."""
-    tiny = make_tiny(tmp_path)
+    tiny = make_tiny(tmp_path, save_interval=-1)
     (tiny.folder / "loss.py").write_text(LOSS)
     return tiny
 

@@ -38,7 +38,7 @@ LORA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
+    return make_tiny(tmp_path_factory.mktemp("tiny"), save_interval=-1)
 
 
 @pytest.fixture(scope="module")

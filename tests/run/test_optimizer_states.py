@@ -85,7 +85,7 @@ def test_a_stopped_run_goes_on_bitwise_and_on_other_ranks(
 def test_another_optimizer_begins_its_states_anew_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = make_tiny(tmp_path)
+    tiny = make_tiny(tmp_path, save_interval=-1)
     shardtune.train(tiny.recipe(runner__max_steps=2))
     changed = {"actor__optim__name": "RMSprop", "runner__allow_changes": ["optim.name"]}
     shardtune.train(tiny.recipe(runner__max_steps=3, **changed))

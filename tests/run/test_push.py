@@ -36,7 +36,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    made = make_tiny(tmp_path_factory.mktemp("push"))
+    made = make_tiny(tmp_path_factory.mktemp("push"), save_interval=-1)
     (made.folder / "model" / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATTERN", SECRET)

@@ -21,7 +21,7 @@ import shardtune
 from shardtune.errors import ShardtuneError
 from tests.support.tiny_run import Tiny, rows
 
-tiny, told = Tiny(Path(sys.argv[1])), []
+tiny, told = Tiny(Path(sys.argv[1]), -1), []
 for name, changes in {changes!r}:
     recipe = tiny.recipe(name, runner__max_steps=2, runner__device="cpu", **changes)
     try:
@@ -41,7 +41,7 @@ RUNS = (
 
 
 def test_each_run_of_several_is_as_by_itself(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path)
+    tiny = make_tiny(tmp_path, save_interval=-1)
     script = tmp_path / "several.py"
     script.write_text(SCRIPT.format(changes=RUNS))
     outcome = subprocess.run(

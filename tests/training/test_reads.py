@@ -40,7 +40,7 @@ class Counted(TorchFunctionMode):
 
 def test_a_step_reads_its_numbers_at_once(tmp_path: Path) -> None:
     """Two micro-batches. SGD, as AdamW counts its steps on the CPU."""
-    tiny = make_tiny(tmp_path)
+    tiny = make_tiny(tmp_path, save_interval=-1)
     values = tiny.recipe(runner__max_steps=2)
     values["actor"]["optim"] = {"name": "SGD", "lr": 0.1, "clip_grad": 0.5}
     worker = SFTWorker(load_recipe(values), report=quiet)

@@ -35,7 +35,7 @@ FAST = {"runner__save_interval": -1, "runner__device": "cpu"}
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """With runs that differ in one thing each, and the rows of their steps in `rows.json`."""
-    made = make_tiny(tmp_path_factory.mktemp("diff"), train_rows=21)
+    made = make_tiny(tmp_path_factory.mktemp("diff"), train_rows=21, save_interval=-1)
     write_rows(made.folder / "more.jsonl", rows(9, start=50))
     changes: dict[str, dict[str, Any]] = {
         "base": {},

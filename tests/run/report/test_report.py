@@ -31,7 +31,7 @@ WIDTHS = (390, 1280)
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """With `runs/first`, trained, and `runs/second`, a copy of its records with other numbers and hostile texts."""
-    made = make_tiny(tmp_path_factory.mktemp("report"))
+    made = make_tiny(tmp_path_factory.mktemp("report"), save_interval=-1)
     changes = {"runner__save_interval": -1, "runner__max_epochs": 1, "runner__device": "cpu"}
     evaluation = {"data__eval_data_paths": str(made.folder / "eval.jsonl"), "runner__eval_before_training": True}
     shardtune.train(made.recipe("first", **changes, **evaluation))

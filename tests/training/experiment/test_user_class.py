@@ -43,7 +43,7 @@ def logger(*names: str) -> LoggerConfig:
 
 @pytest.mark.lengthy
 def test_it_receives_the_run_and_cannot_change_or_end_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = make_tiny(tmp_path)
+    tiny = make_tiny(tmp_path, save_interval=-1)
     for name, step in (("good", 9), ("failing", 2)):
         (tmp_path / f"{name}_logger.py").write_text(GOOD.replace("FAILS", str(step)).replace("NAME", name))
     given: dict[str, Any] = {

@@ -79,7 +79,7 @@ def recording(kind: type[FSDPSftWorker], name: str, calls: Calls) -> type[FSDPSf
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny(tmp_path_factory.mktemp("overridden"))
+    return make_tiny(tmp_path_factory.mktemp("overridden"), save_interval=-1)
 
 
 def recipe_of(kind: type[FSDPSftWorker], tiny: Tiny, folder: Path) -> Recipe:

@@ -39,7 +39,7 @@ def read(directory: Path, folder: Path) -> Both:
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("export")
-    tiny = make_tiny(folder)
+    tiny = make_tiny(folder, save_interval=-1)
     recipe = tiny.recipe("adapted", actor__model__is_lora=True, actor__model__lora__r=4, runner__max_steps=1)
     return read(shardtune.train(recipe).dir, folder / "facts")
 
