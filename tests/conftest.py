@@ -24,6 +24,7 @@ with contextlib.suppress(OSError):
     if "avx512f" not in Path("/proc/cpuinfo").read_text():
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "SSE41")
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's own name), or Ray's processes wait for those of all other tests
+os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (or it starts processes that no test uses)
 LONGEST = (
     "tests/launch/ray/test_ranks.py",
     "tests/launch/test_nodes.py",
