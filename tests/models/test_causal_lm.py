@@ -188,7 +188,8 @@ def test_dropout_draws_the_same_on_the_same_layout_also_after_a_resume(folder: P
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_recurrent_model_is_packed(folder: Path, precision: str) -> None:
     """Mamba: no positions, residuals in fp32, layers that are declared one inside the other."""
-    values = values_of(folder, "mamba", actor__model__precision=precision, runner__max_steps=2)
+    fast = {"lr": 5e-2, "clip_grad": 0.5, "lr_warmup_steps": 0}  # three steps move a loss by more than bf16 rounds
+    values = values_of(folder, "mamba", actor__model__precision=precision, runner__max_steps=3, actor__optim=fast)
     one, two = run_recipe(values), run_ranks(run_recipes, 2, [values])[0][0]
     assert one.notes == two.notes == [f"packed rows see each other in this model: {MIXED}"]
     assert one.losses == pytest.approx(two.losses, rel=1e-5 if precision == "fp32" else 0.02)
