@@ -191,7 +191,7 @@ ALIKE: dict[str, Case] = {
     "FSDP1, no layer of a unit on one rank": Case([[*own, Rows()] for own in SKIPPED], FLAT),
     "FSDP1, no layer of any unit on one rank": Case(ALL_SKIPPED, FLAT, checkpoints=True),
     "FSDP1, no layer of the first unit on one rank, in half precision": Case(FIRST_SKIPPED, FLAT, precision="bf16"),
-    "a weight outside of units before the first on one rank": Case([[Rows(begins=True), Rows()], [Rows(), Rows()]]),
+    "a weight outside of units before the first on one rank": Case([[Rows(), Rows(begins=True)], [Rows(), Rows()]]),
     "no layer of a unit": Case([SKIPPED[0], SKIPPED[0]]),
     "a layer of one rank that is frozen before the sum": Case(FROZEN),
     "in half precision": Case(SWAPPED_HEADS, precision="bf16"),
