@@ -9,12 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lm_eval
 import numpy as np
 import pytest
 import torch
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from safetensors.torch import load_file
 
 from shardtune.config import load_recipe
@@ -93,6 +90,10 @@ def keys(work: Path) -> tuple[str, ...]:
 
 def reference(model: Path, work: Path, **model_args: Any) -> dict[str, Any]:
     """The harness's own results for a directory."""
+    import lm_eval  # here, as what it imports takes a second
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
     lm = HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=4, **model_args)
     found: Any = lm_eval.simple_evaluate(
         lm,

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import spearmanr
-from sklearn.metrics import f1_score
 
 from shardtune.config import load_recipe
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -151,6 +149,8 @@ def test_f1_is_of_the_whole_set(alone: Mapping[str, Trained]):
     plain, evaluated, found = measured("sequence_classifier", alone, "f1_macro")
     guesses = [int(plain.read([row["text"]]).logits.argmax()) for row in evaluated]
     targets = [LABELS.index(row["label"]) for row in evaluated]
+    from sklearn.metrics import f1_score  # here, as what it imports takes a second
+
     assert found == pytest.approx(float(f1_score(targets, guesses, average="macro")))
     assert alone["sequence_classifier"].evaluation["eval/accuracy"] == pytest.approx(
         np.mean(np.equal(targets, guesses))
@@ -163,6 +163,8 @@ def test_f1_is_of_the_whole_set(alone: Mapping[str, Trained]):
 def test_a_correlation_is_of_the_whole_set(alone: Mapping[str, Trained]):
     plain, evaluated, found = measured("regression", alone, "spearman")
     guesses = [float(plain.read([row["sentence1"]], [row["sentence2"]]).logits) for row in evaluated]
+    from scipy.stats import spearmanr  # here, as what it imports takes a second
+
     assert found == pytest.approx(np.asarray(spearmanr([row["score"] for row in evaluated], guesses)[0]))
 
 
