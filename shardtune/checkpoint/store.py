@@ -173,7 +173,7 @@ class CheckpointStore:
             target.rename(target.with_name(f"{target.name}.kept-{uuid.uuid4().hex[:8]}"))
 
     def update(self, step: int, state: Mapping[str, object], *, best: bool = False) -> Path:
-        """Replaces the state in a complete checkpoint; its tensors remain (rank 0).
+        """Replaces the state in a complete checkpoint; its tensors remain. Removes the best one before (rank 0).
 
         Args:
             step: of the checkpoint.
@@ -189,6 +189,7 @@ class CheckpointStore:
             known.with_state(state).write(target)
         if best:
             self.mark_best(step)
+            self.prune()  # of the best one before
         return target
 
     def mark_best(self, step: int) -> None:

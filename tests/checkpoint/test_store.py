@@ -57,6 +57,10 @@ def test_retention_keeps_the_last_the_multiples_the_latest_and_the_best(tmp_path
     save(store, 110)
     assert store.steps() == [40, 80, 100, 110]
     assert store.best() == store.path(100)
+    save(store, 120)
+    assert store.steps() == [40, 80, 100, 110, 120]
+    store.update(120, {}, best=True)  # by the evaluation after it
+    assert store.steps() == [40, 80, 110, 120]
 
 
 def test_going_back_gives_up_the_later_checkpoints_with_the_next_save(tmp_path: Path) -> None:
