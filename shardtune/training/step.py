@@ -207,12 +207,13 @@ def optimizer_step(
     """One step of the optimizer on all ranks.
 
     A gradient or a loss that is not finite changes nothing, on any rank: where fp16 gradients overflow, the same
-    micro-batches are computed again at half the loss scale, otherwise the result has `updated=False`. So do a step that
-    `judge` refuses, and one without a target, in which momentum and weight decay alone would change the weights.
+    micro-batches are computed again at half the loss scale, otherwise, or where no scale mends it, the result has
+    `updated=False`, and the scale is as before. So do a step that `judge` refuses, and one without a target, in which
+    momentum and weight decay alone would change the weights.
 
     Raises:
-        ModelError: there are targets and no gradient; fp16 overflows at any loss scale; ranks called different units; a
-            parameter is trained now that the optimizer does not have; or a compiled module changes a buffer in place.
+        ModelError: there are targets and no gradient; ranks called different units; a parameter is trained now that the
+            optimizer does not have; or a compiled module changes a buffer in place.
     """
     if any(parameter.requires_grad for parameter in weights.untrained.values()):
         weights.refuse_unfrozen()
@@ -222,6 +223,7 @@ def optimizer_step(
         return StepResult(dict.fromkeys(denominators, 0.0), 0.0, updated=False, problem="no row has a target")
     buffers = weights.copy_buffers() if weights.has_buffers else {}
     accumulate = weights.compiled_buffers.watched(accumulate) if weights.compiled_buffers.owners else accumulate
+    first_scale = replace(loss_scale) if loss_scale else None
     for _ in range(MAX_HALVINGS):
         scale = loss_scale.value if loss_scale else 1.0
         weights.zero_gradients()
@@ -242,8 +244,6 @@ def optimizer_step(
         loss_scale.halve()
         if buffers:
             weights.restore_buffers(buffers)
-    else:
-        raise ModelError("fp16 gradients overflow at any loss scale", remedy="use actor.model.precision: bf16")
     known_at = time.perf_counter()
     if not reached and not square:
         raise _without_gradient()
@@ -254,7 +254,7 @@ def optimizer_step(
     metrics = ranks.reduce_metrics(totals.metrics) if measured else {}
     kind, problem = None, ""
     if not all(map(math.isfinite, (norm, *losses.values()))):
-        kind, problem = "nonfinite", f"the {'loss' if math.isfinite(norm) else 'gradient'} was not finite"
+        kind, problem = "nonfinite", _not_finite(norm, loss_scale, first_scale)
     elif judge is not None and (problem := judge(sum(losses.values()), norm, max(denominators.values()))):
         kind = "spike"
     if kind is not None:
@@ -270,6 +270,15 @@ def optimizer_step(
     if loss_scale:
         loss_scale.adjust()
     return StepResult(losses, norm, updated=True, metrics=metrics, gradient_at=known_at)
+
+
+def _not_finite(norm: float, loss_scale: LossScale | None, first_scale: LossScale | None) -> str:
+    """What was not finite; a loss scale that was halved in vain is as before again."""
+    problem = f"the {'loss' if math.isfinite(norm) else 'gradient'} was not finite"
+    if loss_scale is None or first_scale is None or loss_scale.value == first_scale.value:
+        return problem
+    loss_scale.value, loss_scale.quiet = first_scale.value, first_scale.quiet
+    return f"{problem} at any loss scale of fp16"
 
 
 def _without_gradient() -> ModelError:

@@ -132,11 +132,15 @@ def test_the_scale_doubles_after_a_quiet_stretch() -> None:
     assert (scale.value, scale.quiet) == (16.0, 0)
 
 
-def test_an_overflow_at_any_scale_is_an_error() -> None:
+def test_a_gradient_that_is_not_finite_at_any_scale_moves_neither_weights_nor_the_scale() -> None:
     made = task()
-    made.overflow_above = 0.0
-    with pytest.raises(ModelError, match="overflow at any loss scale"):
-        take_step(made, [rows(2)], scale=LossScale())
+    made.overflow_above, before, scale = 0.0, weights_of(made), LossScale(quiet=7)
+    result, optimizer = take_step(made, [rows(2)], scale=scale)
+    assert (result.updated, result.anomaly) == (False, "nonfinite")
+    assert result.problem == "the gradient was not finite at any loss scale of fp16"
+    assert scale == LossScale(quiet=7)
+    assert torch.equal(weights_of(made), before)
+    assert not optimizer.state
     assert len(made.seen) == MAX_HALVINGS
 
 

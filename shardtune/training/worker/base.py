@@ -297,6 +297,8 @@ class FSDPSftWorker(ABC):
             utilisation=state.utilisation,
         )
         metrics = {"epoch": position.epoch, **found}
+        if state.loss_scale is not None:
+            metrics["train/loss_scale"] = state.loss_scale.value
         if position.skipped_steps:
             metrics["train/skipped_steps"] = float(position.skipped_steps)
         if position.anomalies.counts:
