@@ -29,7 +29,7 @@ from shardtune.training.utilisation import Utilisation
 ROW_DRAWS = "rows"
 """`derive_seed(seed, step, ROW_DRAWS)` is the key of the rows' random numbers in a step, `derive_seed(seed, ROW_DRAWS)`
 in evaluation."""
-MAX_HALVINGS = 40
+MAX_TRIES = 40
 TRAIN_METRICS = (
     "train/loss",
     "train/grad_norm",
@@ -206,10 +206,9 @@ def optimizer_step(
 ) -> StepResult:
     """One step of the optimizer on all ranks.
 
-    A gradient or a loss that is not finite changes nothing, on any rank: where fp16 gradients overflow, the same
-    micro-batches are computed again at half the loss scale, otherwise, or where no scale mends it, the result has
-    `updated=False`, and the scale is as before. So do a step that `judge` refuses, and one without a target, in which
-    momentum and weight decay alone would change the weights.
+    A gradient or a loss that is not finite changes nothing, on any rank: where fp16 gradients overflow, all batches are
+    computed again at half the loss scale, otherwise (or where no scale helps, which is as before then) the result has
+    `updated=False`. So do a step that `judge` refuses, and one without a target, which decay alone would change.
 
     Raises:
         ModelError: there are targets and no gradient; ranks called different units; a parameter is trained now that the
@@ -223,8 +222,9 @@ def optimizer_step(
         return StepResult(dict.fromkeys(denominators, 0.0), 0.0, updated=False, problem="no row has a target")
     buffers = weights.copy_buffers() if weights.has_buffers else {}
     accumulate = weights.compiled_buffers.watched(accumulate) if weights.compiled_buffers.owners else accumulate
-    first_scale = replace(loss_scale) if loss_scale else None
-    for _ in range(MAX_HALVINGS):
+    first_scale, tries = replace(loss_scale) if loss_scale else None, 0
+    while True:
+        tries += 1
         scale = loss_scale.value if loss_scale else 1.0
         weights.zero_gradients()
         totals = accumulate(forward, micro_batches, denominators, weights, draws=draws, scale=scale)
@@ -239,7 +239,7 @@ def optimizer_step(
         if weights.on_ranks:
             weights.unit_calls.settle(marks == mark * ranks.world_size)
         norm = math.sqrt(square) / scale
-        if math.isfinite(norm) or loss_scale is None or not all(map(math.isfinite, sums)):
+        if math.isfinite(norm) or loss_scale is None or tries == MAX_TRIES or not all(map(math.isfinite, sums)):
             break  # no scale mends a loss that is not finite
         loss_scale.halve()
         if buffers:

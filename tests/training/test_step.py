@@ -13,7 +13,7 @@ from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.errors import ModelError
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.step import MAX_HALVINGS, LossScale, check_weights, optimizer_step
+from shardtune.training.step import MAX_TRIES, LossScale, check_weights, optimizer_step
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -141,7 +141,7 @@ def test_a_gradient_that_is_not_finite_at_any_scale_moves_neither_weights_nor_th
     assert scale == LossScale(quiet=7)
     assert torch.equal(weights_of(made), before)
     assert not optimizer.state
-    assert len(made.seen) == MAX_HALVINGS
+    assert len(made.seen) == MAX_TRIES
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
