@@ -13,16 +13,7 @@ import pytest
 from transformers import TrainingArguments
 
 from shardtune.config import KEYS
-from shardtune.config.foreign import (
-    axolotl_keys,
-    launch_keys,
-    llama_factory,
-    nemo_keys,
-    torchtitan_keys,
-    torchtune,
-    training_arguments,
-    trl,
-)
+from shardtune.config.foreign import trl
 from shardtune.config.foreign.hints import hint
 from shardtune.config.foreign.launch_keys import PREFIXES, SHORT, SWITCHES, TABLES
 from shardtune.config.foreign.rows import ROLES
@@ -49,22 +40,15 @@ def test_each_entry_names_keys_that_exist():
 
 def test_no_name_stands_twice_in_a_table():
     """The second entry would replace the first one without a word."""
-    for module in (
-        axolotl_keys,
-        launch_keys,
-        llama_factory,
-        nemo_keys,
-        torchtitan_keys,
-        torchtune,
-        training_arguments,
-        trl,
-    ):
-        tree = ast.parse(Path(module.__file__).read_text())
+    found = []
+    for file in sorted(Path(trl.__file__).parent.glob("*.py")):
+        tree = ast.parse(file.read_text())
         tables = [node.value for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and _is_table(node)]
-        assert tables
+        found += [file.stem] * bool(tables)
         for table in tables:
             names = Counter(name for name in _names(table))
-            assert not [name for name, count in names.items() if count > 1], module.__name__
+            assert not [name for name, count in names.items() if count > 1], file.name
+    assert {"trl", "axolotl_keys", "torchtitan_keys", "launch_keys"} <= {*found}
 
 
 def _is_table(node: ast.AnnAssign) -> bool:
