@@ -119,12 +119,20 @@ def async_save_tensors(
     return PendingSave(folder, save if isinstance(save, Future) else save.upload_completion)
 
 
+@torch.no_grad()
 def load_tensors(
-    path: str | Path, tensors: Mapping[str, torch.Tensor], *, process_group: dist.ProcessGroup | None = None
+    path: str | Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    widen: bool = False,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Fills `tensors` in place from the folder `path`; all ranks call it with the same names.
 
     The first rank reads the index and sends it to the others; each rank opens the files that hold its own parts.
+
+    Args:
+        widen: whether tensors may have been saved in a dtype whose values theirs holds too, such as bf16 for fp32.
 
     Raises:
         CheckpointError: names, shapes or dtypes are not exactly those saved, or a file is damaged (nothing is changed
@@ -133,8 +141,21 @@ def load_tensors(
     folder, ranks = Path(path), Together(process_group)
     with _readable(folder):
         index = ranks.by_first(lambda: TensorIndex.of(folder))
-        plan = ranks.by_each(lambda: _checked_plan(folder, index, tensors, ranks))
+        narrow = _as_saved(index, tensors) if widen else {}
+        plan = ranks.by_each(lambda: _checked_plan(folder, index, {**tensors, **narrow}, ranks))
         ranks.by_each(lambda: read_planned(plan))
+    for name, tensor in narrow.items():
+        tensors[name].copy_(tensor)
+
+
+def _as_saved(index: TensorIndex, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Fresh tensors for those that were saved in a dtype of fewer values."""
+    saved = {name: index.tensors[name].dtype for name in tensors if name in index.tensors}
+    return {
+        name: torch.empty_like(tensors[name].detach(), dtype=dtype)
+        for name, dtype in saved.items()
+        if dtype != tensors[name].dtype == torch.promote_types(dtype, tensors[name].dtype)
+    }
 
 
 def _checked_plan(folder: Path, index: TensorIndex, tensors: Mapping[str, torch.Tensor], ranks: Together) -> Plan:

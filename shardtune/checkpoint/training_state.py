@@ -90,10 +90,10 @@ def load_training(
 
 
 def load_weights_only(folder: Path, weights: Weights) -> dict[str, Any]:
-    """Load only the weights of a checkpoint; returns its JSON state."""
+    """Load only the weights of a checkpoint, which may have been trained in half precision; returns its JSON state."""
     state = read_training_state(folder)
     tensors = weights.checkpointed()
-    load_tensors(folder / MODEL, tensors)
+    load_tensors(folder / MODEL, tensors, widen=True)
     weights.take(tensors)
     return state
 

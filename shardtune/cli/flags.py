@@ -33,7 +33,7 @@ SAME: Mapping[str, str] = {
 """Flags, and the key that means the same; hyphens are underscores here."""
 FIXED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("lora", "use_lora", "use_peft"), ("actor.model.is_lora", "true")),
-    **{dtype: ("actor.model.precision", dtype) for dtype in ("bf16", "fp16", "fp32", "fp64")},
+    **{dtype: ("actor.model.precision", dtype) for dtype in ("bf16", "pure_bf16", "fp16", "fp32", "fp64")},
 }
 """Flags without a value: key and value."""
 RUN_DIRECTORY = ("output_dir", "out_dir", "run_dir")

@@ -119,7 +119,8 @@ class CausalLM(LanguageModel):
         trust_remote_code: let the config's own code define the model.
         compile: compile the units.
         gradient_checkpointing: recompute the units in the backward pass; selective: except for matrix products.
-        precision: bf16 | fp16 | fp32 | fp64; no grouped kernel takes fp64, so there experts are computed one by one.
+        precision: bf16 | pure_bf16 | fp16 | fp32 | fp64; no grouped kernel takes fp64, so there experts are computed
+            one by one.
         model: a model in memory instead of one built from `config`.
         make: function that makes the model, instead of `config`.
         model_path: of the weights; None: they are in memory, or drawn from the seed.

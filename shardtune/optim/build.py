@@ -18,7 +18,7 @@ from shardtune.config.rank_layout import Layout
 from shardtune.config.shown import as_written
 from shardtune.config.user_code import named_errors
 from shardtune.errors import ConfigError, ModelError
-from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer, ParamGroup
+from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer, ParamGroup, PlainSGD
 from shardtune.optim.muon import MATRICES, MuonWithAdamW
 from shardtune.optim.named_class import is_of_torch, optimizer_class, way_of
 from shardtune.optim.sharded import OfParts, OfWhole, plain_step
@@ -182,7 +182,7 @@ def build_optimizer(
         parameters: by name.
         config: the recipe's `actor.optim`.
         shapes: of whole parameters, by name, where a rank's part has another number of dimensions.
-        seed: of the run; states in bf16 and int8 are rounded by it.
+        seed: of the run; states in bf16 and int8 and weights in bf16 are rounded by it.
         starts: by name, for parameters of which this rank has a range of the flattened numbers: its first index.
         outer: names of embeddings and the head, which Muon leaves to AdamW, as it does all but matrices.
     """
@@ -216,8 +216,9 @@ def build_optimizer(
     ]
     if muon:
         return _muon(settings, arguments, config)
-    if config.state_dtype != "fp32":
-        return _low_bit(config.name)(settings, arguments, state_dtype=config.state_dtype, seed=seed, starts=starts)
+    if config.state_dtype != "fp32" or any(parameter.dtype == torch.bfloat16 for parameter in parameters.values()):
+        kind = _low_bit(config.name, arguments)
+        return kind(settings, arguments, state_dtype=config.state_dtype, seed=seed, starts=starts)
     arguments |= _kernels(config.name, arguments, parameters.values())
     way = way_of(config.name, arguments)
     if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
@@ -275,14 +276,15 @@ def _muon(groups: list[ParamGroup], arguments: ParamGroup, config: OptimConfig) 
     return MuonWithAdamW(groups, own, {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps})
 
 
-def _low_bit(name: str) -> type[LowBitOptimizer]:
+def _low_bit(name: str, arguments: ParamGroup) -> type[LowBitOptimizer]:
     if name not in LOW_BIT:
         raise ConfigError(
-            f"{name} keeps its states in fp32 only",
-            where="actor.optim.state_dtype",
-            remedy=f"use fp32, or one of {', '.join(LOW_BIT)}",
+            f"{name} keeps its states and weights in fp32 only",
+            where="actor.optim.name",
+            remedy=f"use one of {', '.join(LOW_BIT)}, or actor.optim.state_dtype: fp32 and a precision other than "
+            "pure_bf16",
         )
-    return LOW_BIT[name]
+    return PlainSGD if name == "SGD" and not arguments.get("momentum") else LOW_BIT[name]
 
 
 def _make(name: str, groups: list[ParamGroup], arguments: ParamGroup) -> torch.optim.Optimizer:

@@ -1,8 +1,9 @@
-"""AdamW, Adam and SGD with momentum whose states are stored in bf16 or in 8 bits.
+"""AdamW, Adam and SGD whose states are stored in bf16 or in 8 bits, and whose weights may be stored in bf16.
 
-The arithmetic is that of `torch.optim`, in the precision of the weights; only the states stored between steps are
-rounded (`quantized_state.py`). A parameter is updated in chunks of rows, so that its states are never in full precision
-as a whole.
+The arithmetic is that of `torch.optim`, in fp32 or the precision of the weights if that is higher; only what is stored
+between steps is rounded (`quantized_state.py`). A weight in bf16 is rounded at random as well: its steps are 2^-9 of it
+or more, and to the nearest all smaller updates would be lost. A parameter is updated in chunks of rows, so that neither
+it nor its states are in full precision as a whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,19 @@ from typing import Any, ClassVar
 import torch
 
 from shardtune.batch.seeds import derive_seed
-from shardtune.optim.quantized_state import SCALE, Moment, Place, StateDtype, chunks, local, noise, rows_of, scales_like
+from shardtune.optim.quantized_state import (
+    SCALE,
+    Moment,
+    Place,
+    StateDtype,
+    chunks,
+    full_dtype,
+    local,
+    noise,
+    rows_of,
+    scales_like,
+    to_bf16,
+)
 
 PARTS = "column_parts"
 """In the state of a parameter with blocks: the number of parts into which ranks cut its rows."""
@@ -29,7 +42,7 @@ ParamGroup = dict[str, Any]
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
-    """An optimizer whose moments are stored in bf16 or int8.
+    """An optimizer whose moments are stored in bf16 or int8, or whose weights are in bf16.
 
     Whether a number is rounded up or down depends on seed, step, the parameter's name and the index in the whole
     parameter: steps with the same gradients are bitwise the same on any layout whose ranks have whole rows (or equal
@@ -38,7 +51,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     Args:
         groups: parameter groups with `names`, those of their parameters.
         arguments: of the class of the same name in `torch.optim`.
-        state_dtype: bf16 | int8.
+        state_dtype: fp32 | bf16 | int8.
         seed: of the run.
         starts: by name, for parameters of which this rank has a range of the flattened numbers: its first index.
     """
@@ -87,15 +100,20 @@ class LowBitOptimizer(torch.optim.Optimizer):
         number = int(state["step"])
         key = derive_seed(self._seed, "moments", name, number)
         weights, grad = local(parameter), local(parameter.grad)  # pyright: ignore[reportArgumentType]
-        rounded = any(state[moment.name].dtype != parameter.dtype for moment in self.moments)
+        dtype = full_dtype(weights)
+        rounded = any(state[moment.name].dtype != dtype for moment in self.moments)
         for first, last in chunks(weights):
-            part = rows_of(weights, first, last)
-            values = {moment.name: moment.read(state, first, last).to(part.dtype) for moment in self.moments}
-            self._move(group, number, part, rows_of(grad, first, last).to(part.dtype), values)
+            stored = rows_of(weights, first, last)
+            part = stored.to(dtype)
+            values = {moment.name: moment.read(state, first, last).to(dtype) for moment in self.moments}
+            self._move(group, number, part, rows_of(grad, first, last).to(dtype), values)
             bits = noise(place.numbers(first, part), key) if rounded else torch.zeros_like(part, dtype=torch.int64)
             # 32 random bits per number: moment 0 is rounded by the lower 16, moment 1 by the upper 16.
             for turn, moment in enumerate(self.moments):
                 moment.write(state, first, last, values[moment.name], bits >> 16 * turn & 0xFFFF)
+            if stored.dtype != dtype:
+                own = derive_seed(self._seed, "weights", name, number)
+                stored.copy_(to_bf16(part, noise(place.numbers(first, part), own) & 0xFFFF))
 
     def _fresh(self, group: ParamGroup, parameter: torch.Tensor, place: Place) -> ParameterState:
         state: ParameterState = {"step": torch.tensor(0.0)}
@@ -166,6 +184,17 @@ class LowBitSGD(LowBitOptimizer):
         else:
             buffer.mul_(momentum).add_(grad, alpha=1 - group.get("dampening", 0.0))
         weights.add_(grad.add(buffer, alpha=momentum) if group.get("nesterov") else buffer, alpha=-group["lr"])
+
+
+class PlainSGD(LowBitOptimizer):
+    """`torch.optim.SGD` without momentum, which keeps no state; arguments lr, weight_decay, maximize."""
+
+    moments = ()
+
+    def _move(self, group: ParamGroup, number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values) -> None:
+        grad = -grad if group.get("maximize") else grad
+        grad = grad.add(weights, alpha=decay) if (decay := group["weight_decay"]) else grad
+        weights.add_(grad, alpha=-group["lr"])
 
 
 LOW_BIT: Mapping[str, type[LowBitOptimizer]] = {"AdamW": LowBitAdamW, "Adam": LowBitAdam, "SGD": LowBitSGD}

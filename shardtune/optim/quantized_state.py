@@ -129,6 +129,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def full_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of a tensor's arithmetic: its own, or fp32 if it is kept in half precision."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def chunks(part: torch.Tensor) -> Iterator[tuple[int, int]]:
     """The row ranges [first, last), along the first dimension, that are updated at a time.
 
@@ -244,7 +249,7 @@ class Moment:
                 self.name: torch.zeros_like(parameter.detach(), dtype=torch.uint8),
                 self.name + SCALE: scales_like(parameter.detach(), place),
             }
-        dtype = torch.bfloat16 if kept == "bf16" else None
+        dtype = torch.bfloat16 if kept == "bf16" else full_dtype(parameter)
         return {self.name: torch.zeros_like(parameter.detach(), dtype=dtype)}
 
     def read(self, state: State, first: int, last: int) -> torch.Tensor:

@@ -196,7 +196,10 @@ class ShardedOperands(TorchFunctionMode):
         # Ranks that share matrix multiplications compute the same gradient, all others a part of the sum.
         names = tensor.device_mesh.mesh_dim_names or ()
         gradient: list[Placement] = [Replicate() if name == "tensor" else Partial() for name in names]
-        whole = tensor.full_tensor(grad_placements=gradient)
+        full = torch.promote_types(tensor.dtype, torch.float32) if tensor.requires_grad else tensor.dtype
+        part = tensor.to(full)  # so that the gradient of a weight in half precision is summed in full
+        assert isinstance(part, DTensor)
+        whole = part.full_tensor(grad_placements=gradient)
         if whole.requires_grad:  # FSDP2, which sums gradients of gathered weights, has none of this one
             whole.register_hook(partial(self._note_gradient, id(tensor)))
         return whole.to(self._compute) if whole.is_floating_point() else whole

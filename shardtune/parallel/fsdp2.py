@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from shardtune.parallel.same_call import SameCall
 from shardtune.parallel.torch_private import (
     initialise_root,
     is_at_rest,
+    keep_reduced_dtype,
     multiply_,
     norms_of,
     shard_integers,
@@ -45,8 +47,12 @@ from shardtune.parallel.torch_private import (
 from shardtune.parallel.unit_calls import UnitCalls
 from shardtune.parallel.whole_gradients import check_whole_gradients
 
-MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+SUM_DTYPE = {**dict.fromkeys(("bf16", "pure_bf16", "fp16", "fp32"), torch.float32), "fp64": torch.float64}
+"""By precision: of gradients, summed over micro-batches and ranks, and of the arithmetic of updates."""
+MASTER_DTYPE = {**SUM_DTYPE, "pure_bf16": torch.bfloat16}
+"""Of weights between steps."""
+COMPUTE_DTYPE = {**MASTER_DTYPE, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Of forward and backward passes."""
 _NORM_PIECE = 2**18
 """Numbers of a gradient that a CPU converts to fp64 at a time."""
 
@@ -77,7 +83,7 @@ def shard(
         root: the module that is called, on the meta device.
         units: modules that are gathered and freed as one; one inside another is gathered by itself.
         ranks: all of them share the shards.
-        precision: bf16 | fp16 | fp32 | fp64.
+        precision: bf16 | pure_bf16 | fp16 | fp32 | fp64.
         reshard_after_forward: False keeps a unit's weights between forward and backward.
         prefetch: how many units ahead weights are gathered; 1 leaves it to FSDP2.
         entry_points: names of further methods of `root` that use its weights.
@@ -88,9 +94,8 @@ def shard(
         return
     shards = ranks.shard_mesh
     compute = COMPUTE_DTYPE[precision]
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute if compute != MASTER_DTYPE[precision] else None, reduce_dtype=MASTER_DTYPE[precision]
-    )
+    sums = SUM_DTYPE[precision]
+    policy = MixedPrecisionPolicy(param_dtype=compute if compute != sums else None, reduce_dtype=sums)
     whole = {parameter for parameter in root.parameters() if parameter.ndim == 0 or not parameter.numel()}
     if policy.param_dtype is not None:
         whole |= full_precision_parameters(root)
@@ -146,12 +151,13 @@ class Weights:
     With FSDP2, or when the model computes in full precision, they are the model's own parameters. A single process
     that computes in half precision keeps them beside the model, with FSDP2's arithmetic: half-precision weights and
     gradients, gradients summed over micro-batches and applied in fp32. So does a rank with what it holds whole. What is
-    not trained and loses nothing in half precision is held in that alone.
+    not trained and loses nothing in half precision is held in that alone. In pure_bf16 all are the model's own, in
+    bf16, and their gradients are summed in fp32 all the same.
 
     Args:
         root: the module that is called.
         model: the model inside it, whose names are used.
-        precision: bf16 | fp16 | fp32 | fp64.
+        precision: bf16 | pure_bf16 | fp16 | fp32 | fp64.
         ranks: of the run.
         reduce_each: reduce gradients over ranks after each micro-batch (less memory) and not only after the last.
         excluded_from_checkpoint: names of parameters that checkpoints leave out, because they are loaded from where
@@ -208,7 +214,7 @@ class Weights:
                 self._parts.gather_inside_units()
             initialise_root(root)
         compute, master = COMPUTE_DTYPE[precision], MASTER_DTYPE[precision]
-        self._master, self._compute = master, compute
+        self._master, self._compute, self._sums = master, compute, SUM_DTYPE[precision]
         self.starts: dict[str, int] = {}
         self._computed = dict(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self._computed.items()}
@@ -234,10 +240,29 @@ class Weights:
                 self._apart.append(name)
                 self.parameters[name], hook = _keep_master(parameter, compute)
                 self._hooks += [hook] if hook is not None else []
+        self._sum_in_full()
         self._num_copies = {name: self._copies(name) for name in self.parameters}
         self.unit_calls = UnitCalls(ranks)
         self.compiled_buffers = CompiledBuffers(model)
         self._watch_units()
+
+    def _sum_in_full(self) -> None:
+        """Let the gradients of weights that are held in half precision be summed in full precision.
+
+        Within a backward pass autograd adds those of a weight that is used twice in half precision, as it does on the
+        weights that FSDP2 gathers.
+        """
+        if self._master == self._sums:
+            return
+        for module in self._sharded:
+            keep_reduced_dtype(module)
+        for parameter in self.parameters.values():
+            if parameter.dtype != self._master:
+                continue
+            is_sharded = isinstance(parameter, DTensor)
+            parameter.grad_dtype = self._sums if is_sharded else None  # None: as autograd computes it
+            if parameter.requires_grad and not is_sharded:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_widen_gradient, self._sums)))
 
     def _watch_units(self) -> None:
         units = {module: name for name, module in self._model.named_modules()}
@@ -565,7 +590,10 @@ class Weights:
         # A parameter that no rank used keeps no gradient, so that the optimizer skips it (no weight decay, no moments).
         used = torch.tensor([parameter.grad is not None for parameter in whole.values()], device=self._ranks.device)
         contributes = self._ranks.tensor_rank == 0
-        grads = [p.grad if p.grad is not None and contributes else torch.zeros_like(p) for p in whole.values()]
+        grads = [
+            p.grad if p.grad is not None and contributes else torch.zeros_like(p, dtype=self._sums)
+            for p in whole.values()
+        ]
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0].dtype)])
         dist.all_reduce(flat)
         pieces = flat.split([*(grad.numel() for grad in grads), len(whole)])
@@ -668,6 +696,12 @@ class Weights:
 def _fits(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
     """Whether another dtype holds the same values."""
     return bool((parameter.detach().to(dtype).to(parameter.dtype) == parameter).all())
+
+
+def _widen_gradient(dtype: torch.dtype, parameter: torch.Tensor) -> None:
+    """Keep a parameter's gradient in a wider dtype, to which autograd adds the later ones."""
+    if parameter.grad is not None and parameter.grad.dtype != dtype:
+        parameter.grad = parameter.grad.to(dtype)
 
 
 def _keep_master(parameter: nn.Parameter, compute: torch.dtype) -> tuple[nn.Parameter, RemovableHandle | None]:

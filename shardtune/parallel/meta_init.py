@@ -90,7 +90,8 @@ def local_offsets(tensor: DTensor) -> tuple[int, ...]:
 def materialise(
     root: nn.Module, *, dtype: torch.dtype, device: torch.device, frozen: torch.dtype | None = None
 ) -> None:
-    """Gives every parameter and buffer under `root` memory on `device`, floating parameters in `dtype`.
+    """Gives every parameter and buffer under `root` memory on `device`, floating parameters in `dtype`, and those that
+    need full precision in fp32 at least.
 
     `root` is the outermost sharded module, which has to learn where its shards lie now. What is on the meta device gets
     memory, not values; what is real keeps its values. What FSDP2 offloads gets host memory. Buffers keep their dtype,
@@ -128,6 +129,8 @@ def materialise(
             and not (tensor.requires_grad or id(tensor) in full)
         ):
             target_dtype = frozen
+        if target_dtype.is_floating_point and (of_norm or id(tensor) in full):  # whatever weights are held in
+            target_dtype = torch.promote_types(target_dtype, torch.float32)
         place = torch.device("cpu") if id(tensor) in offloaded else device
         return (
             torch.empty_like(tensor, dtype=target_dtype, device=place)

@@ -552,6 +552,23 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     return vars(state).get("_fsdp_param_groups") or [group for group in [state._fsdp_param_group] if group]
 
 
+def keep_reduced_dtype(unit: FSDPModule) -> None:
+    """Let a unit's weights, if they are in half precision, have gradients in the dtype in which ranks sum them.
+
+    FSDP2 rounds these sums to the dtype of the weights, which it notes anew whenever a method of its gathers them. The
+    weights have to have this `grad_dtype`.
+    """
+    for group in _groups_of(unit):
+        group._init_mp_dtypes = partial(_init_reduced_dtypes, group, group._init_mp_dtypes)
+        group._init_mp_dtypes()
+
+
+def _init_reduced_dtypes(group: Any, init: Callable[[], None]) -> None:
+    init()
+    if group._orig_dtype is not None:
+        group._orig_dtype = group.mp_policy.reduce_dtype
+
+
 def offloaded_parameters(root: nn.Module) -> set[int]:
     """The `id`s of the parameters under `root` that FSDP2 keeps in host memory."""
     groups = [group for module in root.modules() if isinstance(module, FSDPModule) for group in _groups_of(module)]

@@ -37,7 +37,8 @@ def check_trained(model: nn.Module, precision: str, *, on_ranks: bool) -> None:
 
     Args:
         model: before it is sharded, with what is not trained frozen.
-        precision: bf16 | fp16 | fp32 | fp64; in half precision it computes with copies of its trained weights.
+        precision: bf16 | pure_bf16 | fp16 | fp32 | fp64; in bf16 and fp16 it computes with copies of its trained
+            weights.
         on_ranks: whether several ranks train it.
 
     Raises:

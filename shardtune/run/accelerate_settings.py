@@ -27,7 +27,7 @@ def contradicted_settings(recipe: Recipe, environment: Mapping[str, str]) -> lis
     """
     actor = recipe.actor
     done = {
-        "actor.model.precision": actor.model.precision,
+        "actor.model.precision": actor.model.precision.removeprefix("pure_"),
         "actor.model.compile": actor.model.compile,
         "actor.training_backend": False,
         "actor.fsdp_config.cpu_offload": actor.fsdp_config.cpu_offload,

@@ -11,9 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.config import load_recipe
-from shardtune.config.halos import PRECISIONS, in_names_of_halos
+from shardtune.config.halos import in_names_of_halos
 from shardtune.config.user_code import import_plugins
 from shardtune.errors import ConfigError
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.run.api import train
 from shardtune.run.choose_worker import Objects
 from shardtune.run.push import check_push
@@ -48,8 +49,7 @@ class BasicTrainer(PaddedTrainer):
     @property
     @final
     def policy_dtype(self) -> torch.dtype:
-        names = {short: name for name, short in PRECISIONS.items()}
-        return getattr(torch, names[self.recipe.actor.model.precision])
+        return COMPUTE_DTYPE[self.recipe.actor.model.precision]
 
     @final
     def train(self) -> Run:

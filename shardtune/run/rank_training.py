@@ -24,7 +24,7 @@ from shardtune.launch.signals import StopSignal
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.models.tasks.task import TASK_FILE
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE
 from shardtune.run.accelerate_settings import contradicted_settings
 from shardtune.run.choose_worker import Objects, unused_workers, user_code
 from shardtune.run.directory import (
@@ -243,7 +243,7 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
         "dtypes": {
             "weights": _name(MASTER_DTYPE[precision]),
             "compute": _name(COMPUTE_DTYPE[precision]),
-            "optimizer": {"fp32": _name(MASTER_DTYPE[precision]), "bf16": "bfloat16", "int8": "int8"}[
+            "optimizer": {"fp32": _name(SUM_DTYPE[precision]), "bf16": "bfloat16", "int8": "int8"}[
                 recipe.actor.optim.state_dtype
             ],
         },

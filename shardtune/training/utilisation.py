@@ -22,7 +22,7 @@ _STACKED = ".experts."
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak operations per second of a device, None if unknown."""
-    if device.type != "cuda" or precision not in ("bf16", "fp16"):
+    if device.type != "cuda" or precision not in ("bf16", "pure_bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name.replace("-", " ").split()), None)

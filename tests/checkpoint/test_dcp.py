@@ -161,6 +161,18 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(tm
     assert all(not tensor.any() for tensor in target.values())
 
 
+def test_half_precision_is_read_into_full_precision_where_that_is_allowed(tmp_path: Path) -> None:
+    half = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    save_tensors(tmp_path, {"weight": half, "norm": torch.ones(3)})
+    target = {"weight": torch.zeros(4, 3, dtype=torch.float64), "norm": torch.zeros(3)}
+    load_tensors(tmp_path, target, widen=True)
+    assert torch.equal(target["weight"], half.double())
+    assert torch.equal(target["norm"], torch.ones(3))
+    narrower = {"weight": torch.zeros(4, 3), "norm": torch.zeros(3, dtype=torch.bfloat16)}
+    with pytest.raises(CheckpointError, match="1 differ in shape or dtype: norm"):
+        load_tensors(tmp_path, narrower, widen=True)
+
+
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     save_tensors(tmp_path, {"first": torch.ones(50), "second": torch.ones(50)})
     [file] = tmp_path.glob("*.safetensors")

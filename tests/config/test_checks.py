@@ -104,6 +104,19 @@ EVAL = "data.eval_data_paths=eval.jsonl"
             "does not work with actor.training_backend: fsdp1",
         ),
         (
+            ["actor.model.precision=pure_bf16", "actor.optim.name=RMSprop"],
+            "precision: pure_bf16 works with AdamW, Adam, SGD, not with actor.optim.name: RMSprop",
+        ),
+        (
+            ["actor.model.precision=pure_bf16", "actor.optim.args={foreach: true}"],
+            "args.foreach does not work with actor.model.precision: pure_bf16",
+        ),
+        (
+            ["actor.model.precision=pure_bf16", "actor.training_backend=fsdp1"],
+            "precision: pure_bf16 does not work with actor.training_backend: fsdp1",
+        ),
+        (["actor.model.precision=pure_bf16", "actor.model.is_lora=true"], "pure_bf16 is for training all weights"),
+        (
             ["actor.parallel.sequence_method=ring"],
             "sequence_method (ring) has no effect with actor.parallel.sequence: 1",
         ),
@@ -146,6 +159,7 @@ def test_contradictions(load, overrides, expected):
         ["actor.optim.state_dtype=int8", "actor.optim.args={maximize: true}"],
         ["actor.optim.state_dtype=int8", "actor.optim.name=SGD", "actor.optim.args={momentum: 0.9}"],
         ["actor.optim.state_dtype=bf16", "actor.training_backend=fsdp1"],
+        ["actor.model.precision=pure_bf16", "actor.optim.name=SGD"],
         ["actor.model.gradient_checkpointing=selective", "actor.fsdp_config.prefetch=3"],
         ["actor.model.compile=true", "actor.parallel.sequence=2", "runner.nproc_per_node=2"],
         ["actor.model.freeze=['embed','layers\\.0\\.']"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "SGD": {"weight_decay": 0.1, "args": {"momentum": 0.9, "nesterov": True}},
     "SGD, dampened": {"args": {"momentum": 0.9, "dampening": 0.3}},
 }
+BARE: dict[str, dict[str, Any]] = {"SGD, without momentum": {"args": {}, "weight_decay": 0.0}}
 SHAPES = {"layer.weight": (10, 600), "narrow.weight": (6, 3), "layer.bias": (7,), "experts": (3, 4, 300), "scale": ()}
 
 
 def config(kind: str, state_dtype: str, **values: Any) -> OptimConfig:
-    given = {"name": kind.partition(",")[0], "lr": 0.01, **KINDS[kind], **values}
+    given = {"name": kind.partition(",")[0], "lr": 0.01, **KINDS.get(kind, {}), **values}
     return OptimConfig.model_validate({**given, "state_dtype": state_dtype})
 
 
-def parameters() -> dict[str, nn.Parameter]:
+def parameters(half: Collection[str] = ()) -> dict[str, nn.Parameter]:
+    """Of all shapes; those named in `half` in bf16."""
     draw = torch.Generator().manual_seed(1)
-    return {name: nn.Parameter(torch.randn(shape, generator=draw)) for name, shape in SHAPES.items()}
+    values = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(value.bfloat16() if name in half else value) for name, value in values.items()}
 
 
 def gradient(name: str, step: int) -> torch.Tensor:
@@ -132,7 +136,30 @@ def test_features_of_all_sizes_in_one_block() -> None:
     assert problem.loss_after(300, "int8") == pytest.approx(problem.loss_after(300, "fp32"), rel=0.05)
 
 
-def spread_out(mesh: DeviceMesh, columns: bool) -> dict[str, nn.Parameter]:
+@pytest.mark.parametrize("kind", [*KINDS, "SGD, without momentum"])
+def test_weights_in_bf16_move_as_far_as_in_fp32(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers near 1, whose neighbours are 2^-8 away, moved by some 2^-12 in each of 40 steps."""
+
+    def moved(dtype: torch.dtype) -> torch.Tensor:
+        values = torch.full((30, 100), 1.25)
+        weight = nn.Parameter(values.to(dtype, copy=True))
+        weight.grad_dtype = torch.float32
+        optimizer = build_optimizer({"weight": weight}, config(kind, "fp32", lr=2.5e-4, **BARE.get(kind, {})), seed=3)
+        for _ in range(40):
+            weight.grad = torch.ones_like(values)
+            optimizer.step()
+        return weight.detach().float() - values
+
+    exact = moved(torch.float32)
+    found = moved(torch.bfloat16)
+    assert float(found.mean()) == pytest.approx(float(exact.mean()), rel=0.05)
+    assert found.unique().numel() > 1
+    monkeypatch.setattr(low_bit, "noise", lambda numbers, _key: torch.full_like(numbers, 0x7FFF))
+    if "SGD" not in kind or "without" in kind:  # momentum grows to larger steps
+        assert not moved(torch.bfloat16).any()
+
+
+def spread_out(mesh: DeviceMesh, columns: bool, half: Collection[str]) -> dict[str, nn.Parameter]:
     """As ranks hold them: rows are cut, or with `columns` those of the matrices; a scalar is whole on each."""
 
     def placed(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -140,18 +167,24 @@ def spread_out(mesh: DeviceMesh, columns: bool) -> dict[str, nn.Parameter]:
         placements: list[Placement] = [Shard(dim)] if value.ndim else [Replicate()]
         return distribute_tensor(value.detach(), mesh, placements) if value.ndim else value.detach()
 
-    return {name: nn.Parameter(placed(name, value)) for name, value in parameters().items()}
+    return {name: nn.Parameter(placed(name, value)) for name, value in parameters(half).items()}
 
 
-def layout(columns: bool) -> dict[str, nn.Parameter]:
+def layout(columns: bool, state_dtype: str) -> dict[str, nn.Parameter]:
+    """This process's part of the parameters; beside moments in bf16 some of them are in bf16 too."""
+    half = ("layer.weight", "experts") if state_dtype == "bf16" else ()
     if not dist.is_initialized():
-        return parameters()
-    return spread_out(init_device_mesh("cpu", (dist.get_world_size(),)), columns)
+        given = parameters(half)
+    else:
+        given = spread_out(init_device_mesh("cpu", (dist.get_world_size(),)), columns, half)
+    for parameter in given.values():
+        parameter.grad_dtype = torch.float32
+    return given
 
 
 def on_layout(kind: str, state_dtype: str, folder: str, columns: bool = False) -> tuple[dict[str, Any], ...]:
     """Three steps, a checkpoint, two more; and two from the checkpoint."""
-    given = layout(columns)
+    given = layout(columns, state_dtype)
     optimizer = build_optimizer(given, config(kind, state_dtype), seed=7)
     take_steps(optimizer, given, range(3))
     held = {name: whole(value) for name, value in given.items()}
@@ -172,7 +205,7 @@ def on_layout(kind: str, state_dtype: str, folder: str, columns: bool = False) -
 def continued(
     kind: str, state_dtype: str, folder: str, description: Any, held: dict[str, torch.Tensor], columns: bool = False
 ) -> dict[str, torch.Tensor]:
-    given = layout(columns)
+    given = layout(columns, state_dtype)
     with torch.no_grad():
         for name, parameter in given.items():
             value = held[name]
@@ -242,7 +275,7 @@ def test_states_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 def test_another_optimizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="RMSprop keeps its states in fp32 only"):
+    with pytest.raises(ConfigError, match="RMSprop keeps its states and weights in fp32 only"):
         build_optimizer(parameters(), OptimConfig.model_validate({"name": "RMSprop", "state_dtype": "bf16"}))
 
 

@@ -199,7 +199,7 @@ def test_what_steps_each_number_by_itself_is_found_by_a_trial(own: str) -> None:
     [
         ("{own}:Lion", {"args": {"beta": 1}}, r"args.beta = 1: .*own.py:Lion has no such argument.*betas"),
         ("{own}:Lion", {"adam_beta1": 0.8}, r"adam_beta1 = 0.8 has no effect: .*Lion does not take it.*betas"),
-        ("{own}:Lion", {"state_dtype": "int8"}, "keeps its states in fp32 only"),
+        ("{own}:Lion", {"state_dtype": "int8"}, "keeps its states and weights in fp32 only"),
         ("{own}:Lyon", {}, "has no function or class 'Lyon'.*did you mean Lion"),
         ("{own}:NoOptimizer", {}, "is no subclass of torch.optim.Optimizer"),
         ("{own}:Counts", {}, "keeps count outside of `state` and `param_groups`"),

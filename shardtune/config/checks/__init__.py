@@ -39,6 +39,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
         model.execution,
         model.fast_parts,
         optimization.optimizer_states,
+        optimization.weights_in_bf16,
         actions.actions,
         actions.values,
         rows.pixels,

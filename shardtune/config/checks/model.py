@@ -181,7 +181,7 @@ def fast_parts(context: Context) -> Iterator[ConfigError]:
         nf4 = "actor.model.lora.base_dtype: nf4"
         what = f"{key}: {model.fp8.scaling} does not work with {nf4}, whose layers hold four bits"
         yield context.problem(key, what, "leave one of them out")
-    if model.precision != "bf16" and not model.fp8.emulate:
+    if model.precision not in ("bf16", "pure_bf16") and not model.fp8.emulate:
         key = "actor.model.fp8.scaling"
         what = f"{key}: {model.fp8.scaling} needs actor.model.precision: bf16, not {model.precision}"
         yield context.problem(key, what, "set precision: bf16, or leave it out")

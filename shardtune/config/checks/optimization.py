@@ -107,7 +107,7 @@ def losses(context: Context) -> Iterator[ConfigError]:
         )
 
 
-# The optimizers whose states can be kept in bf16 or int8, and their arguments that are allowed then.
+# The optimizers whose states can be kept in bf16 or int8, and weights in bf16, and their arguments allowed then.
 LOW_BIT = {
     "AdamW": ("maximize",),
     "Adam": ("maximize",),
@@ -126,19 +126,7 @@ def optimizer_states(context: Context) -> Iterator[ConfigError]:
         )
     if dtype == "fp32":
         return
-    if optim.name not in LOW_BIT:
-        yield context.problem(
-            key,
-            f"{key}: {dtype} works with {', '.join(LOW_BIT)}, not with actor.optim.name: {optim.name}",
-            "use one of them, or fp32",
-        )
-        return
-    for name in (name for name in optim.args if name not in LOW_BIT[optim.name]):
-        yield context.problem(
-            "actor.optim.args",
-            f"actor.optim.args.{name} does not work with {key}: {dtype}",
-            f"leave it out (allowed: {', '.join(LOW_BIT[optim.name])}), or use {key}: fp32",
-        )
+    yield from _of_low_bit(context, key, dtype, "fp32")
     if optim.name == "SGD" and not optim.args.get("momentum"):
         yield context.problem(
             key,
@@ -151,4 +139,49 @@ def optimizer_states(context: Context) -> Iterator[ConfigError]:
             f"{key}: int8 does not work with actor.training_backend: fsdp1: its shards cut through rows, and each "
             "block of a row has one scale",
             "use bf16, or actor.training_backend: fsdp",
+        )
+
+
+def weights_in_bf16(context: Context) -> Iterator[ConfigError]:
+    actor, key = context.recipe.actor, "actor.model.precision"
+    if actor.model.precision != "pure_bf16":
+        return
+    if actor.optim.state_dtype == "fp32":
+        yield from _of_low_bit(context, key, "pure_bf16", "bf16")
+    if actor.training_backend == "fsdp1":
+        yield context.problem(
+            key,
+            f"{key}: pure_bf16 does not work with actor.training_backend: fsdp1, which sums gradients in the dtype of "
+            "the weights",
+            "use actor.training_backend: fsdp",
+        )
+    if actor.model.is_lora:
+        yield context.problem(
+            key,
+            f"{key}: pure_bf16 is for training all weights; the weights of an adapter are few",
+            f"set {key}: bf16, and actor.model.lora.base_dtype: bf16 for the frozen ones",
+        )
+
+
+def _of_low_bit(context: Context, key: str, value: str, other: str) -> Iterator[ConfigError]:
+    """Refuse other optimizers and arguments than those that round what they store.
+
+    Args:
+        key: that makes them round.
+        value: that it has.
+        other: that it may have with any optimizer.
+    """
+    optim = context.recipe.actor.optim
+    if optim.name not in LOW_BIT:
+        yield context.problem(
+            key,
+            f"{key}: {value} works with {', '.join(LOW_BIT)}, not with actor.optim.name: {optim.name}",
+            f"use one of them, or {other}",
+        )
+        return
+    for name in (name for name in optim.args if name not in LOW_BIT[optim.name]):
+        yield context.problem(
+            "actor.optim.args",
+            f"actor.optim.args.{name} does not work with {key}: {value}",
+            f"leave it out (allowed: {', '.join(LOW_BIT[optim.name])}), or use {key}: {other}",
         )

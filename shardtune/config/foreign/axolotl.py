@@ -132,7 +132,8 @@ def _precision(c: Conversion) -> None:
     c.put("actor.model.precision", kind, *names_given, comment=comment)
     if not c.has("adapter") and kind == "bf16":
         c.notes.append(
-            "Axolotl trains weights in bf16; here they and the optimizer's states are fp32, computed with in bf16"
+            "Axolotl trains weights in bf16; here they and the optimizer's states are fp32, computed with in bf16; "
+            "actor.model.precision: pure_bf16 and actor.optim.state_dtype: bf16 take as little memory as there"
         )
     checkpointing = c.get("gradient_checkpointing")
     if is_on(c.get("selective_checkpointing")) or c.has("selective_checkpointing.save"):

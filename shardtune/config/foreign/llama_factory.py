@@ -79,7 +79,7 @@ TABLE: Table = {
     "quantization_type": Missing("four bits are NF4 here", (None, "nf4")),
     "quantization_method": Missing("bases are NF4, made when the model is loaded", (None, "bnb", "bitsandbytes")),
     "double_quantization": NotNeeded("the scales of NF4 blocks are stored as docs/lora.md has it"),
-    "pure_bf16": Missing("weights that are trained are fp32 here; actor.optim.state_dtype: bf16 halves the states"),
+    "pure_bf16": By("actor.model.precision: pure_bf16"),
     "upcast_layernorm": NotNeeded("weights that are trained are fp32"),
     "upcast_lmhead_output": NotNeeded("the loss is computed in fp32"),
     "disable_gradient_checkpointing": By("actor.model.gradient_checkpointing: true (or false)"),
@@ -287,6 +287,8 @@ def _adapter(c: Conversion) -> None:
     own += ["use_rslora", "use_dora", "additional_target", "adapter_name_or_path"]
     if kind != "lora":
         c.record("finetuning_type", Kind.DEFAULT, "actor.model.is_lora: false")
+        if is_on(c.get("pure_bf16")):
+            c.put("actor.model.precision", "pure_bf16", "pure_bf16")
         c.not_needed(f"finetuning_type is {kind}", *own)
         if kind == "freeze":
             c.missing("actor.model.freeze: patterns of the parameters that are not trained", "finetuning_type")

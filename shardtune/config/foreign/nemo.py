@@ -189,10 +189,11 @@ def _model(c: Conversion) -> None:
     name = "model.torch_dtype" if c.has("model.torch_dtype") else "model.dtype"
     _precision(c, name)
     if str(c.get(name, "bf16")).removeprefix("torch.") not in (*PRECISIONS, "auto"):
-        c.missing("actor.model.precision is bf16, fp16, fp32 or fp64; bf16 is written", name)
+        c.missing("actor.model.precision is bf16, pure_bf16, fp16, fp32 or fp64; bf16 is written", name)
     if _dtype(c) == "bf16" and not c.has("peft"):
         c.notes.append(
-            f"{NAME} trains weights in bf16; here they and the optimizer's states are fp32, computed with in bf16"
+            f"{NAME} trains weights in bf16; here they and the optimizer's states are fp32, computed with in bf16; "
+            "actor.model.precision: pure_bf16 and actor.optim.state_dtype: bf16 take as little memory as there"
         )
     attention = "model.attn_implementation"
     if str(c.get(attention)) in ("eager", "sdpa", "flash_attention_2", "flash_attention_3"):

@@ -138,7 +138,7 @@ def _model(c: Conversion) -> None:
     if is_half:
         c.missing(
             "trained weights and their optimizer states are fp32 here: more exact, more memory; "
-            "actor.optim.state_dtype: bf16 halves the states",
+            "actor.model.precision: pure_bf16 and actor.optim.state_dtype: bf16 take as little as there",
             stored,
         )
     recompute = "activation_checkpoint.mode"

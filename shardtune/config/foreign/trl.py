@@ -234,14 +234,14 @@ def _quantised(c: Conversion, dtype: str) -> None:
 
 
 def _weights(c: Conversion, dtype: str) -> None:
-    """Weights that are trained are in fp32 here, whatever they are loaded as."""
+    """Weights that are trained are in fp32 here by default, whatever they are loaded as."""
     given = str(c.get(dtype, "float32")).removeprefix("torch.")
     if given in ("auto", "float32", "fp32"):
         c.record(dtype, Kind.DEFAULT, "weights are trained in fp32")
     elif dtype not in c.outcomes:
         c.missing(
             f"trained weights and their optimizer states are fp32 here, not {given}: more exact, more memory; "
-            "actor.optim.state_dtype: bf16 halves the states",
+            "actor.model.precision: pure_bf16 and actor.optim.state_dtype: bf16 take as little as there",
             dtype,
         )
 

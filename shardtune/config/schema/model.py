@@ -148,8 +148,10 @@ class ModelConfig(Section):
     options: dict[str, object] = key(
         {}, "The keys of a task, a policy, or your worker or adapter, checked by its Options class."
     )
-    precision: Literal["bf16", "fp16", "fp32", "fp64"] = key(
-        "bf16", "The dtype of the computation; bf16 and fp16 keep weights and optimizer in fp32; fp64 is for proofs."
+    precision: Literal["bf16", "pure_bf16", "fp16", "fp32", "fp64"] = key(
+        "bf16",
+        "The dtype of the computation; bf16 and fp16 keep weights and optimizer in fp32; pure_bf16 keeps trained "
+        "weights in bf16 too and rounds each update at random: less memory, with some noise; fp64 is for proofs.",
     )
     attn_implementation: Text = key(
         "auto", "The attention implementation; auto: the fastest exact one here; otherwise a name of transformers."

@@ -17,7 +17,7 @@ class Memory:
     """Bytes of a rank at the step's fullest moment, on the device unless noted otherwise.
 
     Attributes:
-        weights: its shards, in full precision.
+        weights: its shards, as they are kept.
         moments: the optimizer's two.
         gradients: after the reduction, its shards.
         gathered: weights in compute precision that are whole at one time.
@@ -47,11 +47,9 @@ def memory(shape: ModelShape, setting: Setting, work: Work) -> Memory:
     """The memory of a rank."""
     parts, ranks = Parts.of(shape, setting.layout), setting.layout.num_ranks
     own = parts.dense / setting.shards + parts.layers * parts.experts * setting.layout.expert / ranks
-    kept = setting.master * own
-    moments = 2 * setting.moment * own
-    weights, gradients, host = kept, kept, 0.0
+    weights, gradients, moments, host = setting.master * own, setting.sums * own, 2 * setting.moment * own, 0.0
     if setting.cpu_offload:
-        weights, moments, gradients, host = 0.0, 0.0, 0.0, 2 * kept + moments
+        weights, moments, gradients, host = 0.0, 0.0, 0.0, weights + gradients + moments
     if waiting_gradients(shape, setting, work):
         gradients = 0.0  # until they are reduced, whole gradients stand in for the shards
     unreduced, active = max(_moments(shape, parts, setting, work), key=sum)
@@ -63,7 +61,7 @@ def waiting_gradients(shape: ModelShape, setting: Setting, work: Work) -> float:
     if setting.reduce == "every" or work.micro_batches == 1 or setting.layout.num_ranks == 1:
         return 0.0
     parts = Parts.of(shape, setting.layout)
-    return setting.master * (parts.all + parts.embedding)
+    return setting.sums * (parts.all + parts.embedding)
 
 
 def gathered(parts: Parts, setting: Setting, *, buffers: bool = True) -> float:
@@ -98,16 +96,16 @@ def _moments(shape: ModelShape, parts: Parts, setting: Setting, work: Work) -> t
     chunk = LOGIT_COPIES * 4 * logits / setting.layout.tensor
     active = activations(shape, setting, work)
     # A reduction holds its input in full precision beside the gradients that were copied into it.
-    each = setting.compute + (0 if alone else setting.master)
+    each = setting.compute + (0 if alone else setting.sums)
     root = setting.compute * (parts.outside + parts.embedding)
     backward = root + each * (parts.unit + parts.experts)
-    end = root + (0 if alone else setting.master) * parts.outside
+    end = root + (0 if alone else setting.sums) * parts.outside
     return (whole + head, active + chunk), (whole + backward, active), (whole + end, 0.0)
 
 
 def head_gradient(shape: ModelShape, setting: Setting) -> float:
     """Bytes of the head's gradient, which the loss's forward pass makes and its backward pass returns."""
-    return setting.master * shape.embedding / setting.layout.tensor
+    return setting.sums * shape.embedding / setting.layout.tensor
 
 
 def layer_activations(shape: ModelShape, setting: Setting) -> float:
@@ -154,5 +152,5 @@ def activations(shape: ModelShape, setting: Setting, work: Work) -> float:
         layers = shape.layers * setting.compute * shape.width + layer
     else:
         layers = shape.layers * layer
-    at_head = shape.width * (work.targets / setting.layout.sequence) * (setting.compute + setting.master)
+    at_head = shape.width * (work.targets / setting.layout.sequence) * (setting.compute + setting.sums)
     return tokens * (layers + shape.width * norm_bytes(setting)) + at_head

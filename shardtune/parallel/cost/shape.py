@@ -10,10 +10,11 @@ from typing import Any, Literal
 from shardtune.config.rank_layout import Layout
 from shardtune.parallel.cost.experts import Experts
 
-COMPUTE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-MASTER_BYTES: Mapping[str, int] = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
+COMPUTE_BYTES: Mapping[str, int] = {"bf16": 2, "pure_bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+MASTER_BYTES: Mapping[str, int] = {"bf16": 4, "pure_bf16": 2, "fp16": 4, "fp32": 4, "fp64": 8}
+SUM_BYTES: Mapping[str, int] = {"bf16": 4, "pure_bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
 MOMENT_BYTES: Mapping[str, float] = {"bf16": 2, "int8": 1 + 4 / 256}
-"""Of moments that are not kept as weights are; int8 has a scale in fp32 for each 256 numbers."""
+"""Of moments that are not kept as gradients are summed; int8 has a scale in fp32 for each 256 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,13 @@ class Setting:
 
     Attributes:
         layout: of the ranks.
-        precision: bf16 | fp16 | fp32 | fp64.
+        precision: bf16 | pure_bf16 | fp16 | fp32 | fp64.
         reduce: last | every micro-batch.
         reshard_after_forward: free a unit's weights between forward and backward.
         prefetch: how many units ahead weights are gathered.
         gradient_checkpointing: compute each layer again in the backward pass; selective: but for its matrix products.
         cpu_offload: keep weights, gradients and moments in host memory.
-        state_dtype: how moments are kept: fp32 (that is, as weights are) | bf16 | int8.
+        state_dtype: how moments are kept: fp32 (that is, as gradients are summed) | bf16 | int8.
     """
 
     layout: Layout
@@ -158,13 +159,18 @@ class Setting:
 
     @property
     def master(self) -> int:
-        """Bytes of a number that is kept, and of one that is summed."""
+        """Bytes of a weight that is kept."""
         return MASTER_BYTES[self.precision]
+
+    @property
+    def sums(self) -> int:
+        """Bytes of a number that is summed."""
+        return SUM_BYTES[self.precision]
 
     @property
     def moment(self) -> float:
         """Bytes of a number of each of the optimizer's two moments."""
-        return MOMENT_BYTES.get(self.state_dtype, self.master)
+        return MOMENT_BYTES.get(self.state_dtype, self.sums)
 
     @property
     def shards(self) -> int:

@@ -60,16 +60,14 @@ def _weights(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchan
     copies = ("replicate", layout.replicate, setting.shards * layout.tensor)
     amount = setting.compute * (gathers * layers * parts.unit + rounds * parts.outside)
     yield Exchange("weights", "all_gather", *shard, gathers * layers + rounds, amount)
-    gradients, calls = setting.master * reductions * parts.dense, reductions * (layers + 1)
+    gradients, calls = setting.sums * reductions * parts.dense, reductions * (layers + 1)
     yield Exchange("gradients", "reduce_scatter", *shard, calls, gradients)
     yield Exchange("gradients of copies", "all_reduce", *copies, calls, gradients / setting.shards)
     if parts.experts:
         among = ("shard", layout.num_ranks // layout.expert, layout.expert)
         experts = layers * parts.experts
         yield Exchange("weights", "all_gather", *among, gathers * layers, setting.compute * gathers * experts)
-        yield Exchange(
-            "gradients", "reduce_scatter", *among, reductions * layers, setting.master * reductions * experts
-        )
+        yield Exchange("gradients", "reduce_scatter", *among, reductions * layers, setting.sums * reductions * experts)
 
 
 def _tensor(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchange]:
@@ -86,11 +84,11 @@ def _tensor(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchang
     calls = work.micro_batches * (1 + shape.layers * (inputs + outputs + again))
     axis = ("tensor", layout.tensor, 1)
     yield Exchange("activations", "all_reduce", *axis, calls, calls * tokens * shape.width * setting.compute)
-    head = work.micro_batches * work.targets / layout.sequence * setting.master
+    head = work.micro_batches * work.targets / layout.sequence * setting.sums
     chunks = math.ceil(work.targets * shape.vocabulary / LOGITS_PER_CHUNK / layout.sequence)
     yield Exchange("head", "all_reduce", *axis, work.micro_batches * (1 + 3 * chunks), head * (shape.width + 3))
     if layout.tensor > shape.kv_heads:
-        repeated = setting.master * shape.layers * shape.key_value / setting.shards
+        repeated = setting.sums * shape.layers * shape.key_value / setting.shards
         yield Exchange("gradients of repeated heads", "all_reduce", *axis, 1, repeated)
 
 

@@ -143,6 +143,9 @@ def _options(planner: Planner, plan: Plan) -> Iterator[Option]:
     if actor.optim.name in LOW_BIT and actor.optim.state_dtype == "fp32":
         yield Option("states", ("optim.state_dtype=bf16",), 0.15, "optimizer states are rounded to bf16")
         yield Option("states", ("optim.state_dtype=int8",), 0.2, "optimizer states are rounded to 8 bits")
+    takes_bf16 = actor.training_backend != "fsdp1" and not actor.model.is_lora
+    if takes_bf16 and actor.optim.name in LOW_BIT and actor.model.precision == "bf16":
+        yield Option("weights", ("model.precision=pure_bf16",), 0.25, "trained weights are rounded to bf16")
     yield from _layouts(planner)
     if ranks > 1 and planner.hardware.on_cuda and not actor.fsdp_config.cpu_offload:
         yield Option(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from shardtune.checkpoint.training_state import load_average
+from shardtune.optim.quantized_state import full_dtype
 from shardtune.parallel.fsdp2 import Weights, local
 
 
@@ -17,6 +18,7 @@ class AveragedWeights:
 
     It begins as the weights are now. After each step it becomes `decay * average + (1 - decay) * weights`. Worked
     example: with decay 0.9, a weight that is 1.0 at first and 2.0 after the first step has the average 1.1.
+    The average of weights in half precision is in fp32; in their place it is rounded.
 
     Args:
         weights: of the model.
@@ -27,8 +29,12 @@ class AveragedWeights:
         self._weights = weights
         self._decay = decay
         trained = weights.trainable()
-        self._averages = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        self._averages = {
+            name: torch.empty_like(weight.detach(), dtype=full_dtype(weight)).copy_(weight.detach())
+            for name, weight in trained.items()
+        }
         self._in_model = False
+        self._own: dict[int, torch.Tensor] = {}
         self._pairs = [(local(self._averages[name]), local(trained[name].detach())) for name in trained]
 
     @property
@@ -40,7 +46,7 @@ class AveragedWeights:
     def update(self, *_: object) -> None:
         """Take a step's weights into the average; a hook of the optimizer's step."""
         for average, weight in self._pairs:
-            average.lerp_(weight, 1 - self._decay)
+            average.lerp_(weight.to(average.dtype), 1 - self._decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -65,11 +71,20 @@ class AveragedWeights:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the weights and their average; every rank calls it."""
-        for average, weight in self._pairs:
+        """Exchange the weights and their average; every rank calls it.
+
+        The average of weights in half precision stays as it is, and the weights are kept beside it meanwhile.
+        """
+        for number, (average, weight) in enumerate(self._pairs):
             own = weight.clone()
-            weight.copy_(average)
-            average.copy_(own)
+            if average.dtype == weight.dtype:
+                weight.copy_(average)
+                average.copy_(own)
+            elif self._in_model:
+                weight.copy_(self._own.pop(number))
+            else:
+                weight.copy_(average)
+                self._own[number] = own
         self._in_model = not self._in_model
         self._weights.copy_masters_to_model()
 

@@ -42,7 +42,7 @@ from shardtune.models.new_tokens import grow_embeddings
 from shardtune.optim.build import build_optimizer, recipe_options
 from shardtune.optim.named_class import same_states
 from shardtune.parallel.direct_use import in_methods, own_methods
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks
@@ -323,10 +323,12 @@ class ModelState:
     def dtypes(self) -> str:
         """A description of the dtypes of weights, computation and optimizer."""
         precision = self._recipe.actor.model.precision
-        master, compute = (str(kind[precision]).removeprefix("torch.") for kind in (MASTER_DTYPE, COMPUTE_DTYPE))
-        moments = {"fp32": master, "bf16": "bfloat16", "int8": "8-bit"}[self._recipe.actor.optim.state_dtype]
+        master, compute, sums = (
+            str(kind[precision]).removeprefix("torch.") for kind in (MASTER_DTYPE, COMPUTE_DTYPE, SUM_DTYPE)
+        )
+        moments = {"fp32": sums, "bf16": "bfloat16", "int8": "8-bit"}[self._recipe.actor.optim.state_dtype]
         optimizer = " and optimizer" if moments == master else f", {moments} optimizer"
-        return f"{master} weights{optimizer}, {compute} compute, {master} gradients"
+        return f"{master} weights{optimizer}, {compute} compute, {sums} gradients"
 
     def sizes(self) -> dict[nn.Parameter, int]:
         """The number of weights that each parameter of the inner model represents, over all ranks."""

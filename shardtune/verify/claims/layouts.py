@@ -15,7 +15,7 @@ from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed
 
 ROW_BY_ROW: Mapping[str, object] = {"actor.micro_batch_size": 1, "actor.max_tokens_per_micro_batch": None}
-ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
+ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "pure_bf16": 2e-2, "fp16": 2e-2}
 """The relative difference of losses and norms that two layouts may always have in a precision."""
 TIMES = 10.0
 """Beyond that, so many times the distance of one process in that precision from fp64."""

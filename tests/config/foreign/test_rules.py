@@ -236,6 +236,8 @@ OFFLOAD, RESHARD = "actor.fsdp_config.cpu_offload", "actor.fsdp_config.reshard_a
         ("llama-factory", {"mask_history": True}, "data.train_on", "last_assistant"),
         ("llama-factory", {"train_on_prompt": True}, "data.train_on", "all"),
         ("llama-factory", {"finetuning_type": "full"}, "actor.model.is_lora", "absent"),
+        ("llama-factory", {"finetuning_type": "full", "pure_bf16": True}, "actor.model.precision", "pure_bf16"),
+        ("llama-factory", {"pure_bf16": True}, "actor.model.precision", "absent"),
         ("llama-factory", {"quantization_bit": 4}, "actor.model.lora.base_dtype", "nf4"),
         ("llama-factory", {"pissa_init": True}, "actor.model.lora.init", "pissa_niter_16"),
         ("llama-factory", {"packing": True, "cutoff_len": 100}, "actor.global_batch_tokens", 800),

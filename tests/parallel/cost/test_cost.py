@@ -22,6 +22,7 @@ QWEN_HALF_B = ModelShape(896, 24, 14, 2, 64, 4864, 151936, tied=True)
 MACHINE = Machine()
 SHORT = {
     "FSDP2": "bf16",
+    "FSDP2, precision: pure_bf16": "bf16",
     "SP 2": "fp32",
 }
 COUNTED = [(case, SHORT[case.name]) for case in CASES if case.ranks == 2 and case.name in SHORT]

@@ -52,6 +52,7 @@ def plans(tiny: Tiny, *changes: str, ranks: int | None = None) -> Planner:
         ("model.precision=fp32",),
         pytest.param(("model.precision=bf16", "optim.state_dtype=int8"), marks=pytest.mark.slow),
         ("model.precision=bf16", "model.gradient_checkpointing=selective"),
+        ("model.precision=pure_bf16",),
         pytest.param(("model.precision=bf16", "model.is_lora=true", "model.lora.r=4"), marks=pytest.mark.slow),
     ],
     ids=" ".join,

@@ -57,6 +57,7 @@ CASES = (
     LaidOut("FSDP2, prefetch: 2", 2, {"actor__fsdp_config__prefetch": 2}),
     LaidOut("FSDP2, state_dtype: bf16", 2, {"actor__optim__state_dtype": "bf16"}),
     LaidOut("FSDP2, state_dtype: int8", 2, {"actor__optim__state_dtype": "int8"}),
+    LaidOut("FSDP2, precision: pure_bf16", 2, {"actor__model__precision": "pure_bf16"}),
     LaidOut("FSDP2, cpu_offload", 2, {"actor__fsdp_config__cpu_offload": True}),
     LaidOut("HSDP 2 x 2", 4, parallel(data_replicate=2)),
     LaidOut("DDP", 2, {"actor__training_backend": "ddp"}),

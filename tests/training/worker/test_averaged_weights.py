@@ -28,20 +28,26 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.lengthy
-def test_the_average_is_that_of_the_steps_and_is_evaluated_exported_and_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "pure_bf16"])
+def test_the_average_is_that_of_the_steps_and_is_evaluated_exported_and_resumed(tmp_path: Path, precision: str) -> None:
+    """The average of weights in bf16 is in fp32, and rounded where it is used."""
     tiny = make_tiny(tmp_path)
+    kept = torch.bfloat16 if precision == "pure_bf16" else torch.float32
     keys = {"actor__optim__ema_decay": DECAY, "actor__optim__lr": 0.05, "runner__eval_interval": 8}
-    keys["data__eval_data_paths"] = str(tiny.folder / "eval.jsonl")
+    keys |= {"data__eval_data_paths": str(tiny.folder / "eval.jsonl"), "actor__model__precision": precision}
     run = shardtune.train(tiny.recipe("one", **keys))
     checkpoints = tiny.run("one") / "checkpoints"
-    expected = load_file(tiny.folder / "model" / "model.safetensors")
+    expected = {
+        name: tensor.to(kept).float() for name, tensor in load_file(tiny.folder / "model" / "model.safetensors").items()
+    }
     for step in range(1, 9):
         weights = stored(checkpoints / f"global_step_{step}" / "model")
-        expected = {name: expected[name].lerp(tensor, 1 - DECAY) for name, tensor in weights.items()}
+        assert {tensor.dtype for tensor in weights.values()} == {kept}
+        expected = {name: expected[name].lerp(tensor.float(), 1 - DECAY) for name, tensor in weights.items()}
         average = stored(checkpoints / f"global_step_{step}" / "average")
         assert all(torch.equal(average[name], tensor) for name, tensor in expected.items()), step
     final = load_file(run.dir / "final" / "model.safetensors")
-    assert all(torch.equal(final[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(final[name], tensor.to(kept).to(final[name].dtype)) for name, tensor in expected.items())
     logged = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
     (in_training,) = [line["eval/loss"] for line in logged if "eval/loss" in line]
     assert run.metrics["eval/loss"] == pytest.approx(in_training, rel=1e-6)  # of final/, which is the average
