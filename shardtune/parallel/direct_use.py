@@ -42,6 +42,22 @@ FOREIGN = ("torch", "transformers", "peft", "shardtune")
 """Packages whose classes have methods of their own beside a user's."""
 
 
+class _Widened(torch.autograd.Function):
+    """A weight in half precision as one in fp32, so that its gradient is summed over ranks and kept in fp32."""
+
+    @staticmethod
+    def forward(weight: torch.Tensor) -> torch.Tensor:
+        return weight.float()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        """Nothing is needed backwards."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
 class ShardedOperands(TorchFunctionMode):
     """With FSDP2: operations outside of the forward get whole weights beside plain tensors and where gradients count.
 
@@ -196,9 +212,8 @@ class ShardedOperands(TorchFunctionMode):
         # Ranks that share matrix multiplications compute the same gradient, all others a part of the sum.
         names = tensor.device_mesh.mesh_dim_names or ()
         gradient: list[Placement] = [Replicate() if name == "tensor" else Partial() for name in names]
-        full = torch.promote_types(tensor.dtype, torch.float32) if tensor.requires_grad else tensor.dtype
-        part = tensor.to(full)  # so that the gradient of a weight in half precision is summed in full
-        assert isinstance(part, DTensor)
+        is_half = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+        part: Any = _Widened.apply(tensor) if is_half and tensor.requires_grad else tensor
         whole = part.full_tensor(grad_placements=gradient)
         if whole.requires_grad:  # FSDP2, which sums gradients of gathered weights, has none of this one
             whole.register_hook(partial(self._note_gradient, id(tensor)))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.lengthy
 
 def cases(folder: Path, precision: str, *, ranks: int = 1) -> list[dict[str, Any]]:
     """One step of four micro-batches on one rank, of two on each of two ranks."""
-    keys = {"runner__max_steps": 1, "actor__micro_batch_size": 2, "actor__optim__lr_warmup_steps": 0}
+    keys: dict[str, Any] = {"runner__max_steps": 1, "actor__micro_batch_size": 2, "actor__optim__lr_warmup_steps": 0}
     keys["actor__model__precision"] = precision
     more: list[dict[str, Any]] = [{}]
     if ranks > 1:
@@ -135,3 +135,22 @@ def dtype_after_unshard() -> torch.dtype:
     grad = weights.parameters["weight"].grad
     assert isinstance(grad, DTensor)
     return grad.dtype
+
+
+def test_a_weight_that_a_method_uses_itself_has_its_sum_in_fp32() -> None:
+    """In bf16 1 + 2^-9 is 1."""
+    assert run_ranks(direct_gradient, 2) == [[1 + 2.0**-9] * 16] * 2
+
+
+def direct_gradient() -> list[float]:
+    model, ranks = nn.Linear(4, 4, bias=False), group()
+    shard(model, [], ranks, "pure_bf16")
+    materialise(model, dtype=torch.bfloat16, device=torch.device("cpu"))
+    weights = Weights(model, model, "pure_bf16", ranks)
+    weights.begin_micro_batch(True)
+    with weights.method("own", torch.bfloat16):
+        loss = (model.weight.float() * (1.0 if ranks.is_main else 2.0**-9)).sum()
+    loss.backward()
+    grad = weights.parameters["weight"].grad
+    assert grad is not None
+    return whole(grad).flatten().tolist()
