@@ -67,13 +67,13 @@ $(COMPILED): $(INSTALLED)
 	@$(TEST_ENV) $(BIN)/python -m pytest --collect-only --quiet > /dev/null 2>&1 || true # the tests themselves report it
 	@touch $@
 
-test: $(COMPILED) ## run all tests
+test: $(COMPILED) ## run all tests but the slow ones: of every promise the short form
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-slow: $(INSTALLED) ## run the long forms of some tests
-	$(TEST_ENV) $(BIN)/python -m pytest -m slow
+test-slow: $(COMPILED) ## run the slow tests: further cases and long forms; over half an hour
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
-test-latest: $(LATEST_INSTALLED) ## run all tests with the newest releases (constraints-latest.txt), in a .venv-latest of its own
+test-latest: $(LATEST_INSTALLED) ## run what `make test` runs with the newest releases (constraints-latest.txt), in a .venv-latest of its own
 	$(TEST_ENV) $(LATEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 gpu: $(INSTALLED) ## on a machine with a GPU: all that only a GPU can show, in calls of ten minutes; make gpu GPU_ARGS=--list

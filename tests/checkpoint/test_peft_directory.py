@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardtune.checkpoint.hf_load import save_pretrained
 from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.config import LoraConfig
 from tests.support.adapted import adapted, train
+from tests.support.chosen import slow_except
 from tests.support.dist.ranks import run_ranks
 from tests.support.tiny_checkpoint import logits, saved
 
@@ -37,7 +39,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "more tokens, tied": ("qwen2_tied", {"use_dora": True, "new_ids": [14, 67, 68]}),
     "only experts": ("mixtral", {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
 }
-ON_RANKS = ("dora", "tied head", "tied in full", "pissa", "experts", "more tokens, tied")
+COMBINED = ("rslora", "pissa, rslora", "olora, dora", "tokens", "only experts")
+"""Of what the others have."""
+ON_RANKS = ("dora", "tied head", "tied in full", "pissa", "more tokens, tied", "experts")
 
 
 def write(base: Path, to: Path, changes: dict[str, Any]) -> torch.Tensor:
@@ -85,15 +89,18 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_except(CASES, *(case for case in CASES if case not in COMBINED)))
 def test_peft_and_the_merged_model_compute_what_was_trained(case: str, bases: Path, tmp_path: Path) -> None:
     kind, changes = CASES[case]
     check(bases / kind, tmp_path, write(bases / kind, tmp_path, changes))
 
 
-def test_two_ranks_write_the_same(bases: Path, tmp_path: Path) -> None:
-    told = run_ranks(write_all, 2, bases, tmp_path, list(ON_RANKS))
-    for case in ON_RANKS:
+@pytest.mark.parametrize(
+    "cases", [ON_RANKS[::2], pytest.param(ON_RANKS[1::2], marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_two_ranks_write_the_same(bases: Path, tmp_path: Path, cases: Sequence[str]) -> None:
+    told = run_ranks(write_all, 2, bases, tmp_path, list(cases))
+    for case in cases:
         check(bases / CASES[case][0], tmp_path / case, told[0][case])
 
 

@@ -177,6 +177,7 @@ def test_others_load_the_final_directory_and_compute_the_same_bits(
         assert torch.equal(found, own)
 
 
+@pytest.mark.slow
 def test_an_adapter_loads_over_its_base_and_merges(elsewhere: Answers, tmp_path: Path) -> None:
     run = trained(tmp_path, "llava", is_lora=True, lora={"r": 4, "alpha": 12.0, "dropout": 0.0})
     model, image = tmp_path / "model", tmp_path / "images" / "1_0.png"

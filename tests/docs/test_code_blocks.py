@@ -23,6 +23,7 @@ from shardtune.cli.commands import app
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.schema import ACTOR_KEYS, short_key
 from shardtune.verify.adapter import verify_adapter
+from tests.support.chosen import slow_except
 from tests.support.doc_blocks import PAGES, ROOT, Block, blocks
 from tests.support.hub_server import replaced_hub
 from tests.support.peft_versions import ADDS_ADAPTERS, WHY
@@ -35,6 +36,8 @@ EXECUTED = ("README.md", "docs/getting-started.md", "docs/export.md")
 """Pages whose commands are not only parsed: they are run, from top to bottom, in one directory each."""
 WALKED = ("docs/add-a-model.md", "docs/losses.md", "docs/tasks.md", "docs/tutorials/distillation.md")
 """Pages that a reader follows from top to bottom in an empty directory: tests/docs/test_walked_pages.py."""
+LONG = ("docs/your-policy.md", "docs/vision.md")
+"""Whose blocks of Python train."""
 RECIPE = """\
 actor:
   global_batch_size: 8
@@ -101,8 +104,17 @@ def test_excuses_are_few():
 # -- Python ----------------------------------------------------------------------------------------------------------
 
 
+def python() -> list[Any]:
+    """The blocks that no other test runs."""
+    params = [param for param in named("python") if param.values[0].page not in WALKED]
+    return [
+        pytest.param(*param.values, id=param.id, marks=pytest.mark.slow) if param.values[0].page in LONG else param
+        for param in params
+    ]
+
+
 @pytest.mark.lengthy
-@pytest.mark.parametrize("block", [param for param in named("python") if param.values[0].page not in WALKED])
+@pytest.mark.parametrize("block", python())
 def test_python_blocks_run(block: Block, sandbox: Path):
     if block.excuse:
         pytest.skip(block.excuse)
@@ -211,7 +223,7 @@ def _parse_shardtune(arguments: list[str]) -> None:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("page", EXECUTED)
+@pytest.mark.parametrize("page", slow_except(EXECUTED, "README.md", "docs/getting-started.md"))
 def test_commands_run_in_their_order(page: str, sandbox: Path, monkeypatch: pytest.MonkeyPatch):
     """From top to bottom; those of several ranks (tested elsewhere) and the project's own make targets are left out."""
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115 (closed with the process)

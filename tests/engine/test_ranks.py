@@ -22,6 +22,7 @@ from shardtune.engine import ranks_local, session
 from shardtune.engine.nn import HuggingFaceFsdp2TrainModule
 from shardtune.engine.rank_process import Limits
 from shardtune.errors import DataError, ParallelError
+from tests.support.chosen import slow_except
 from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, save_model, steps
 from tests.support.tiny_architectures import tiny_config
 
@@ -95,15 +96,18 @@ def test_two_ranks_are_plain_pytorch(model: Path, two: TrainEngine, executor: An
     check(model, two, executor)
 
 
-@pytest.mark.parametrize(
-    "executor", ["fsdp2", *(pytest.param(other, marks=pytest.mark.slow) for other in ("fsdp1", "ddp"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
 def test_four_ranks_are_plain_pytorch(model: Path, four: TrainEngine, executor: Any):
     check(model, four, executor)
 
 
-def test_tensor_parallel_is_plain_pytorch(model: Path, two: TrainEngine, four: TrainEngine):
+def test_tensor_parallel_is_plain_pytorch(model: Path, two: TrainEngine):
     check(model, two, "fsdp2", tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_is_plain_pytorch_on_four_ranks(model: Path, four: TrainEngine):
     check(model, four, "fsdp2", ("step_by_mean",), tensor_parallel_size=2)
     check(model, four, "fsdp2", ("step_by_mean",), tensor_parallel_size=4)  # more ranks than heads of keys and values
 
@@ -112,7 +116,7 @@ def test_copies_of_the_sharded_module(model: Path, four: TrainEngine):
     check(model, four, "fsdp2", ("step_by_mean",), replicate_size=2)
 
 
-@pytest.mark.parametrize("way", ["step_by_sums", "step_by_token_weights"])
+@pytest.mark.parametrize("way", slow_except(["step_by_sums", "step_by_token_weights"], "step_by_token_weights"))
 def test_sequence_parallel_is_plain_pytorch(model: Path, two: TrainEngine, four: TrainEngine, way: str):
     data = NeedParallel(torch.tensor(SAMPLES).clamp(min=1), type="seq")
     wanted = plain(model, data.data.tolist())
@@ -309,6 +313,7 @@ def test_rows_are_dealt_by_tokens(model: Path, two: TrainEngine):
                 assert engine.step_by_micro_batches(dealt) == [[1, 1], [1, 0]]
 
 
+@pytest.mark.slow
 def test_one_sample_over_four_ranks(model: Path, four: TrainEngine):
     engine = TrainEngine(make(model)).build(colocate_with=four, take_turns=False)
     with engine:

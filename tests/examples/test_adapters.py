@@ -18,6 +18,7 @@ import shardtune
 from shardtune.config import load_recipe
 from shardtune.models.find_adapter import find_adapter
 from shardtune.verify.adapter import verify_adapter
+from tests.support.chosen import slow_except
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import Trace, quiet, run_recipe, run_recipes
 from tests.support.tiny_run import assert_same_tensors
@@ -35,6 +36,8 @@ HUGGING_FACE = {
 METRIC = {"image_classifier": "accuracy", "sequence_classifier": "accuracy", "seq2seq": "token_accuracy"}
 STEPS = 4
 MOST_LINES = 79
+WHOLE = ("image_classifier", "sequence_classifier")
+"""A plain module and a model of transformers, which `make test` trains by their own recipes."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +123,7 @@ def test_two_ranks_give_the_numbers_of_one_process_with_one_micro_batch(
     assert furthest < 1e-10
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", slow_except(EXAMPLES, *WHOLE))
 def test_the_loss_falls_and_the_final_model_is_measured(name: str, trained: dict[str, shardtune.Run]):
     run = trained[name]
     lines = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
@@ -131,7 +134,7 @@ def test_the_loss_falls_and_the_final_model_is_measured(name: str, trained: dict
         assert run.metrics[f"eval/{METRIC[name]}"] > first + 0.1
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", slow_except(EXAMPLES, *WHOLE))
 def test_final_loads_and_gives_the_same_evaluation(name: str, trained: dict[str, shardtune.Run]):
     run = trained[name]
     final = json.loads((run.dir / "final" / "metrics.json").read_text())
@@ -149,10 +152,7 @@ def test_final_loads_and_gives_the_same_evaluation(name: str, trained: dict[str,
         assert AutoTokenizer.from_pretrained(run.dir / "final")("some words")["input_ids"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in HUGGING_FACE else ()) for name in EXAMPLES],
-)
+@pytest.mark.parametrize("name", slow_except(EXAMPLES, "image_classifier"))
 def test_a_resumed_run_ends_with_the_same_bits(name: str, made: Path):
     def train(run: str, steps: int) -> Path:
         overrides = (f"runner.max_steps={steps}", f"runner.logger.experiment_name={run}")
@@ -164,10 +164,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name: str, made: Path):
 
 
 # The others are checked by `make test-slow` and bench/adapters.py.
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "time_series" else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
-)
+@pytest.mark.parametrize("name", slow_except(EXAMPLES, "time_series"))
 def test_the_kit_finds_nothing_wrong(name: str, made: Path):
     """Two ranks and a fresh process, which take the kit the longest, are what the tests above are about."""
     report = verify_adapter(made / name / "recipe.yaml", processes=False, report=quiet)

@@ -22,6 +22,7 @@ from shardtune.errors import Interrupted, ShardtuneError
 from shardtune.launch.local import RankFailed, ReportedError
 from shardtune.launch.signals import SIGNALS, StopSignal, listening
 from tests.support import fork_server
+from tests.support.chosen import slow_except
 from tests.support.tiny_run import Tiny, assert_same_tensors, free_ports, lines, make_tiny, signal_after
 
 Process = subprocess.Popen[str]
@@ -182,7 +183,7 @@ def test_under_torchrun_the_rank_that_failed_says_why(tiny: Tiny) -> None:
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("how", ["the agent", "all", "killed"])
+@pytest.mark.parametrize("how", slow_except(["the agent", "all", "killed"], "the agent"))
 def test_torchrun_with_one_rank_is_signalled(tiny: Tiny, how: str) -> None:
     """SIGUSR1 to our agent, or to all processes of torchrun's own, saves; a rank whose agent was killed just ends."""
     name = f"signalled-{how.replace(' ', '-')}"
@@ -285,6 +286,7 @@ def test_while_tokenising_nothing_is_made(tiny: Tiny, monkeypatch: pytest.Monkey
     stopped_in(tiny, monkeypatch, cache, "build_entry", "tokenising", data__cache_dir=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_while_the_model_is_loaded(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     import shardtune.training.build.model as construction
 

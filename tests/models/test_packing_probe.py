@@ -16,6 +16,7 @@ from shardtune.config import load_recipe
 from shardtune.errors import ModelError
 from shardtune.models.packed_attention import DOCUMENTS, document_attention
 from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.chosen import slow_except
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import (
     flat_script,
@@ -76,12 +77,17 @@ def without_window(*args: Any, sliding_window: int | None = None, **kwargs: Any)
     return document_attention(*args, sliding_window=None, **kwargs)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", slow_except(PRECISIONS, "fp64", "bf16"))
 @pytest.mark.parametrize(
     ("kind", "function", "note"),
     [
         ("dense", leaking, "packed rows see each other in this model: one row per forward"),
-        ("mixtral", leaking, "packed rows see each other in this model: one row per forward"),
+        pytest.param(
+            "mixtral",
+            leaking,
+            "packed rows see each other in this model: one row per forward",
+            marks=pytest.mark.slow,
+        ),
         ("mistral", without_window, "its attention over packed rows differs from its own: one row per forward"),
     ],
     ids=["leak", "leak among experts", "no window"],
@@ -100,7 +106,7 @@ def test_wrong_attention_is_caught_and_training_goes_row_by_row(
         assert trace.norms == pytest.approx(flat.norms, abs=1e-10)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", slow_except(PRECISIONS, "fp64", "bf16"))
 @pytest.mark.parametrize("kind", ["dense", "mixtral", "gemma", "mistral"])
 def test_right_models_are_left_alone(tmp_path: Path, kind: str, precision: str) -> None:
     model, rows = save_model(kind, tmp_path / "model"), rows_of(tmp_path)
@@ -194,7 +200,7 @@ def test_the_longest_rows_are_looked_at_wherever_they_stand(attention: Callable,
     assert worker.notes == ["its attention over packed rows differs from its own: one row per forward", BY_LENGTH]
 
 
-@pytest.mark.parametrize("kind", ["dense", "mixtral"])
+@pytest.mark.parametrize("kind", slow_except(["dense", "mixtral"], "dense"))
 def test_rows_of_one_length_share_a_forward_where_packing_is_not_exact(
     attention: Callable, tmp_path: Path, kind: str
 ) -> None:

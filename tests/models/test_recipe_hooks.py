@@ -21,6 +21,7 @@ from shardtune.config import load_recipe
 from shardtune.errors import ConfigError
 from shardtune.models.user_metrics import UserMetrics
 from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.chosen import slow_except
 from tests.support.dist.parity import EXACT
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import flat_script, quiet, recipe, save_model, save_rows, whole
@@ -170,7 +171,7 @@ def plain(folder: Path) -> list[Numbers]:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_except([1, 2], 2))
 def test_training_is_that_of_a_plain_loop_and_evaluation_stays_plain(
     folder: Path, plain: list[Numbers], ranks: int
 ) -> None:

@@ -16,6 +16,7 @@ from shardtune.parallel.fsdp2 import Weights, shard
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, lay_out
 from shardtune.training.step import optimizer_step
+from tests.support.chosen import slow_except
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole
 
@@ -138,7 +139,7 @@ def alone() -> dict[str, dict[str, Any]]:
     return {precision: train(precision, "even") for precision in TOLERANCE}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", slow_except([1, 2, 4], 1, 2))
 def test_norm_gradients_and_weights_equal_one_process(ranks: int, alone: dict) -> None:
     """One rank here is FSDP2 over a group of one, against a process without any."""
     assert min(alone["fp64"]["norms"]) > 0.5, "the clip must be active"

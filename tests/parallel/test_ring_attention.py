@@ -167,7 +167,10 @@ class Layer:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize(("ranks", "in_order"), [(2, False), (3, False), (4, False), (3, True)])
+@pytest.mark.parametrize(
+    ("ranks", "in_order"),
+    [*(pytest.param(ranks, False, marks=pytest.mark.slow) for ranks in (2, 4)), (3, False), (3, True)],
+)
 def test_ring_attention_is_attention(ranks: int, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged documents that cross chunks, grouped heads, windows, soft caps and sinks; a few scores at a time."""
     draw = random.Random(ranks)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import shardtune
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.run.run import Run
+from tests.support.chosen import slow_except
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, rows, tensors, train_on_ranks
 
 pytestmark = pytest.mark.lengthy
@@ -47,7 +48,7 @@ def run(tiny: Tiny) -> Run:
     return shardtune.train(tiny.recipe("whole", **LORA, **data))
 
 
-@pytest.mark.parametrize(("began", "now"), [("true", "pissa"), ("pissa", "true")])
+@pytest.mark.parametrize(("began", "now"), [("true", "pissa"), pytest.param("pissa", "true", marks=pytest.mark.slow)])
 def test_a_run_does_not_go_on_with_another_beginning_of_its_adapter(tiny: Tiny, began: str, now: str) -> None:
     """PiSSA and OLoRA subtract it from the base weights, on which the adapter is trained."""
     name, changed = f"began by {began}", {"runner__allow_changes": ["actor.model.lora"], "runner__max_steps": 4}
@@ -200,20 +201,11 @@ WORDS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(tiny: Tiny) -> Tiny:
-    """Two runs on two ranks, each in two parts, and one at a stretch; new tokens on ranks that share matrices."""
-    parts = tiny.recipe("on 2, in parts", **{**QLORA, "runner__max_steps": 2})
-    shared = {**WORDS, "actor__parallel__tensor": 2}
-    begun = tiny.recipe("words on 2", **{**shared, "runner__max_steps": 2})
-    rest = [tiny.recipe("on 2, in parts", **QLORA), begun, tiny.recipe("words on 2", **shared)]
-    train_on_ranks(2, [tiny.recipe("on 2", **QLORA), parts, *rest], timeout=240)
-    return tiny
-
-
-def test_four_bits_on_two_ranks_resume_and_equal_one(on_two_ranks: Tiny) -> None:
+@pytest.mark.slow
+def test_four_bits_on_two_ranks_resume_and_equal_one(tiny: Tiny) -> None:
     """A run over a base in NF4: two ranks do what one does, also when they stop in between."""
-    tiny = on_two_ranks
+    parts = tiny.recipe("on 2, in parts", **{**QLORA, "runner__max_steps": 2})
+    train_on_ranks(2, [tiny.recipe("on 2", **QLORA), parts, tiny.recipe("on 2, in parts", **QLORA)], timeout=240)
     assert_same_tensors(
         tiny.run("on 2") / "checkpoints" / "global_step_4", tiny.run("on 2, in parts") / "checkpoints" / "global_step_4"
     )
@@ -240,8 +232,11 @@ def merged_and_adapted(tiny: Tiny, made: Run, to: Path) -> tuple[torch.Tensor, t
     return logits(merged), logits(adapted), merged.get_input_embeddings().weight.detach()
 
 
-def test_new_tokens_get_embeddings_of_which_they_alone_are_trained(on_two_ranks: Tiny, tmp_path: Path) -> None:
-    tiny = on_two_ranks
+def test_new_tokens_get_embeddings_of_which_they_alone_are_trained(tiny: Tiny, tmp_path: Path) -> None:
+    """Also on two ranks that share matrices, stopped and gone on with."""
+    shared = {**WORDS, "actor__parallel__tensor": 2}
+    begun = tiny.recipe("words on 2", **{**shared, "runner__max_steps": 2})
+    train_on_ranks(2, [begun, tiny.recipe("words on 2", **shared)], timeout=240)
     made = shardtune.train(tiny.recipe("words", **WORDS, data__eval_data_paths=str(tiny.folder / "eval.jsonl")))
     tokenizer = AutoTokenizer.from_pretrained(made.dir / "final")
     (please,) = tokenizer.encode("please")
@@ -307,7 +302,7 @@ FROM_PEFT: dict[str, Any] = {key: value for key, value in LORA.items() if "lora_
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("init", ["gaussian", "pissa", "olora"])
+@pytest.mark.parametrize("init", slow_except(["gaussian", "pissa", "olora"], "pissa"))
 def test_an_adapter_of_peft_is_taken_over_as_peft_loads_it(tiny: Tiny, tmp_path: Path, init: str) -> None:
     """What PiSSA and OLoRA took out of the base when they began is taken out again, as PEFT does."""
     wanted = peft_adapter(tiny, tmp_path / "adapter", init)
@@ -339,7 +334,7 @@ def test_an_adapter_that_trains_no_rows_of_new_tokens_is_refused(tiny: Tiny, run
         shardtune.train(tiny.recipe("new tokens", **changes, actor__tokenizer__new_tokens=["please"]))
 
 
-@pytest.mark.parametrize("kind", ["adapter", "freeze"])
+@pytest.mark.parametrize("kind", slow_except(["adapter", "freeze"], "adapter"))
 def test_a_run_does_not_go_on_over_another_base(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny.folder / "model", base)

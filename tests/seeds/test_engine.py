@@ -44,6 +44,7 @@ from tests.seeds.engine import (
     VISION_CHANGES,
 )
 from tests.seeds.guide import changed
+from tests.support.chosen import slow_except
 from tests.support.vision import save_vision_model
 
 pytestmark = pytest.mark.lengthy
@@ -205,7 +206,7 @@ def test_the_adapter_sample(qwen: Path, two: dict[str, Any], tmp_path: Path):
         engine.close()
 
 
-@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
+@pytest.mark.parametrize("executor", slow_except(["fsdp2", "fsdp1", "ddp"], "fsdp2"))
 def test_the_sample_of_a_custom_model(two: dict[str, Any], tmp_path: Path, executor: str):
     names: dict[str, Any] = {}
     exec(changed(CUSTOM, CUSTOM_CHANGES), names)

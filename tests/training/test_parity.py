@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from shardtune.config import load_recipe
 from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.chosen import chosen, slow_except
 from tests.support.dist.parity import EXACT, LAYOUTS, ROUNDED, ROUNDED_WEIGHTS, Case, Comparison, distance
 from tests.support.dist.training import quiet, recipe
 
 # Gemma's norms compute in fp32 whatever the model's dtype, so fp64 proves nothing there.
+# On four ranks: tests/parallel/test_layouts.py.
 FP64 = [
     *(Case(*layout) for layout in LAYOUTS),
     *(Case(2, 4, kind=kind, filled=kind != "mistral") for kind in ("mixtral", "qwen3_moe", "mistral")),
@@ -25,16 +30,21 @@ BF16 = [Case(*layout, precision="bf16") for layout in ((1, 8), (2, 4))]
 KINDS = ("dense", "mixtral", "qwen3_moe", "gemma", "mistral")
 
 
+def most(cases: Sequence[Case], *others: Case) -> list[Any]:
+    """The others are slow."""
+    return slow_except(cases, *(case for case in cases if case not in others))
+
+
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory) -> Comparison:
+def comparison(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     """Of five steps; the third has the one row that is left of an epoch."""
     made = Comparison(tmp_path_factory.mktemp("parity"), steps=5, rows=17)
-    made.run([*FP64, *FP32, *BF16])
+    made.run(chosen(request, "case"))
     return made
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("case", FP64, ids=str)
+@pytest.mark.parametrize("case", most(FP64, Case(4, 2)), ids=str)
 def test_fp64_is_exact(comparison: Comparison, case: Case) -> None:
     flat = comparison.flat(case.kind, case.precision, case.optimizer)
     assert min(flat.norms) > 0.5, "the clip must be active"
@@ -47,14 +57,14 @@ def test_documents_that_fill_micro_batches_change_only_rounding(comparison: Comp
     assert max(apart.loss, apart.norm, apart.gradient, apart.weight) < 1e-12, apart
 
 
-@pytest.mark.parametrize("case", FP32, ids=str)
+@pytest.mark.parametrize("case", most(FP32, Case(1, 8, precision="fp32", optimizer="SGD")), ids=str)
 def test_fp32_differs_by_rounding(comparison: Comparison, case: Case) -> None:
     apart = comparison.distance(case)
     assert max(apart.loss, apart.norm) < ROUNDED, apart
     assert apart.weight < ROUNDED_WEIGHTS, apart
 
 
-@pytest.mark.parametrize("case", BF16, ids=str)
+@pytest.mark.parametrize("case", most(BF16, Case(1, 8, precision="bf16")), ids=str)
 def test_bf16_is_as_far_from_the_truth_as_the_flat_script(comparison: Comparison, case: Case) -> None:
     own, flat = comparison.bf16_error(case)
     assert own < 1.5 * flat

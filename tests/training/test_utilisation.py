@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from shardtune.parallel.cost.experts import Experts
 from shardtune.training.utilisation import Utilisation
+from tests.support.chosen import slow_except
 from tests.support.tiny_architectures import DECODERS, tiny_config
 
 TOKENS = 12
@@ -24,6 +25,8 @@ FURTHER = (
     "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
     "qwen3_next", "qwen4_exp_text", "solar_open",
 )  # fmt: skip
+DIFFERENT = ("deepseek_v4", "gpt_oss", "jetmoe", "minimax_m3_vl_text", "nemotron_h", "qwen3_moe")
+"""Some of the further ones: experts of one matrix, in attention, beside shared ones, and in some layers alone."""
 OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 }
@@ -52,9 +55,7 @@ def is_expert(name: str, parameter: torch.Tensor) -> bool:
     return parameter.dim() == 3 and parameter.shape[0] == 4 and "conv" not in name
 
 
-@pytest.mark.parametrize(
-    "family", [*NAMED_OTHERWISE, *(pytest.param(name, marks=pytest.mark.lengthy) for name in FURTHER)]
-)
+@pytest.mark.parametrize("family", slow_except([*NAMED_OTHERWISE, *FURTHER], *NAMED_OTHERWISE, *DIFFERENT))
 def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(family: str) -> None:
     model = built(family)
     found = Utilisation.of_model(model, 1.0)

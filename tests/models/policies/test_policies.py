@@ -34,6 +34,7 @@ from shardtune.training.worker.adapter_task import episodes
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.adapter import verify_adapter
 from tests.support import robot
+from tests.support.chosen import slow_except
 from tests.support.robot import save_episodes
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -134,7 +135,7 @@ def observations(steps: int, number: int = 3) -> list[Any]:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("kind", slow_except(POLICIES, "diffusion"))
 def test_what_is_saved_acts_without_the_data(folder: Path, kind: str, tmp_path: Path) -> None:
     """Sizes, statistics and weights are in the directory."""
     worker = SFTWorker(load_recipe(recipe(folder, kind)), report=lambda text: None)

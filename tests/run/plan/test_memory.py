@@ -49,7 +49,7 @@ def plans(tiny: Tiny, *changes: str, ranks: int | None = None) -> Planner:
 @pytest.mark.parametrize(
     "changes",
     [
-        ("model.precision=fp32",),
+        pytest.param(("model.precision=fp32",), marks=pytest.mark.slow),
         pytest.param(("model.precision=bf16", "optim.state_dtype=int8"), marks=pytest.mark.slow),
         ("model.precision=bf16", "model.gradient_checkpointing=selective"),
         ("model.precision=pure_bf16",),

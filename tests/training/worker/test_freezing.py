@@ -18,6 +18,7 @@ from shardtune.config import Recipe, load_recipe
 from shardtune.errors import ModelError, ShardtuneError
 from shardtune.training.callbacks import StepEnd
 from shardtune.training.worker.reported import evaluation_method, training_method
+from tests.support.chosen import slow_except
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole
 
@@ -300,7 +301,7 @@ def refusals(kind: str, folder: Path) -> list[str]:
     return [refusal(kind, layout, folder) for number, layout in LAYOUTS if number == 2]
 
 
-@pytest.mark.parametrize("kind", ["UnfrozenLate", "UnfrozenLoop", "UnfrozenInLoss"])
+@pytest.mark.parametrize("kind", slow_except(["UnfrozenLate", "UnfrozenLoop", "UnfrozenInLoss"], "UnfrozenInLoss"))
 def test_what_the_optimizer_does_not_have_is_never_trained_in_silence(tmp_path: Path, kind: str) -> None:
     for told in (refusal(kind, "fsdp", tmp_path), *run_ranks(refusals, 2, kind, tmp_path)[0]):
         assert "blocks.0.inner.weight, blocks.0.inner.bias: frozen when the model was built" in told

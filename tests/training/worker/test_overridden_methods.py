@@ -48,7 +48,12 @@ DOCUMENTED: Mapping[type[FSDPSftWorker], Mapping[str, tuple[type | tuple[type, .
         "get_batch_metrics": (dict, str),
     },
 }
-CASES = [(kind, name) for kind, methods in DOCUMENTED.items() for name in methods]
+OF_A_LIFE = [name for name in SHARED if name.startswith(("setup", "run_", "save_", "load_", "release", "reopened"))]
+CASES = [
+    pytest.param(kind, name, id=f"{kind.__name__}-{name}", marks=pytest.mark.slow if name in OF_A_LIFE else ())
+    for kind, methods in DOCUMENTED.items()
+    for name in methods
+]
 
 
 def public_methods(kind: type) -> set[str]:
@@ -75,6 +80,14 @@ def recording(kind: type[FSDPSftWorker], name: str, calls: Calls) -> type[FSDPSf
         return original(self, *arguments, **named)
 
     return type("Overriding", (kind,), {name: override})
+
+
+def require_documented(kind: type[FSDPSftWorker], name: str, calls: Calls) -> None:
+    assert calls, f"{name} was not called"
+    for arguments in calls:
+        types = DOCUMENTED[kind][name]
+        for argument, wanted in zip(arguments, types, strict=False):
+            assert isinstance(argument, wanted), f"{name} was called with a {type(argument).__name__}"
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +120,28 @@ def drive(kind: type[FSDPSftWorker], recipe: Recipe) -> None:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{kind.__name__}-{name}" for kind, name in CASES])
+@pytest.mark.parametrize("kind", DOCUMENTED)
+def test_overridden_methods_of_a_workers_life_are_called(
+    kind: type[FSDPSftWorker], tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of them; those of models, rows and losses, some of which take the place of others, are tried alone."""
+    calls: dict[str, Calls] = {name: [] for name in OF_A_LIFE}
+    overriding = kind
+    for name, of_method in calls.items():
+        overriding = recording(overriding, name, of_method)
+    drive(overriding, recipe_of(kind, tiny, tmp_path))
+    for name, of_method in calls.items():
+        require_documented(kind, name, of_method)
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_an_overridden_method_is_called(
     kind: type[FSDPSftWorker], name: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: Calls = []
     drive(recording(kind, name, calls), recipe_of(kind, tiny, tmp_path))
-    assert calls
-    for arguments in calls:
-        types = DOCUMENTED[kind][name]
-        for argument, wanted in zip(arguments, types, strict=False):
-            assert isinstance(argument, wanted), f"{name} was called with a {type(argument).__name__}"
+    require_documented(kind, name, calls)
 
 
 def test_the_modes_of_a_batchs_metrics(tiny: Tiny, tmp_path: Path) -> None:
