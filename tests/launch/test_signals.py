@@ -149,7 +149,7 @@ def test_two_ranks_are_stopped_killed_and_continued(tiny: Tiny) -> None:
     assert [line["step"] for line in lines(tiny.run("two"))] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("how", ["killed", "error"])
+@pytest.mark.parametrize("how", slow_except(["killed", "error"], "error"))
 def test_when_a_rank_dies_the_others_end_and_its_error_is_shown(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

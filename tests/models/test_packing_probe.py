@@ -82,12 +82,7 @@ def without_window(*args: Any, sliding_window: int | None = None, **kwargs: Any)
     ("kind", "function", "note"),
     [
         ("dense", leaking, "packed rows see each other in this model: one row per forward"),
-        pytest.param(
-            "mixtral",
-            leaking,
-            "packed rows see each other in this model: one row per forward",
-            marks=pytest.mark.slow,
-        ),
+        ("mixtral", leaking, "packed rows see each other in this model: one row per forward"),
         ("mistral", without_window, "its attention over packed rows differs from its own: one row per forward"),
     ],
     ids=["leak", "leak among experts", "no window"],
