@@ -36,8 +36,8 @@ EXECUTED = ("README.md", "docs/getting-started.md", "docs/export.md")
 """Pages whose commands are not only parsed: they are run, from top to bottom, in one directory each."""
 WALKED = ("docs/add-a-model.md", "docs/losses.md", "docs/tasks.md", "docs/tutorials/distillation.md")
 """Pages that a reader follows from top to bottom in an empty directory: tests/docs/test_walked_pages.py."""
-LONG = ("docs/your-policy.md", "docs/vision.md")
-"""Whose blocks of Python train."""
+LONG = ("docs/engine.md", "docs/your-policy.md", "docs/vision.md")
+"""Whose blocks of Python start ranks or train."""
 RECIPE = """\
 actor:
   global_batch_size: 8

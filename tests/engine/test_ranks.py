@@ -91,7 +91,7 @@ def check(model: Path, ranks: TrainEngine, executor: Any, ways: tuple[str, ...] 
             assert apart(steps(engine, way, NeedParallel(SAMPLES)), wanted) < 1e-10, way
 
 
-@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
+@pytest.mark.parametrize("executor", slow_except(["fsdp2", "fsdp1", "ddp"], "fsdp2", "ddp"))
 def test_two_ranks_are_plain_pytorch(model: Path, two: TrainEngine, executor: Any):
     check(model, two, executor)
 
@@ -112,19 +112,21 @@ def test_tensor_parallel_is_plain_pytorch_on_four_ranks(model: Path, four: Train
     check(model, four, "fsdp2", ("step_by_mean",), tensor_parallel_size=4)  # more ranks than heads of keys and values
 
 
+@pytest.mark.slow
 def test_copies_of_the_sharded_module(model: Path, four: TrainEngine):
     check(model, four, "fsdp2", ("step_by_mean",), replicate_size=2)
 
 
-@pytest.mark.parametrize("way", slow_except(["step_by_sums", "step_by_token_weights"], "step_by_token_weights"))
-def test_sequence_parallel_is_plain_pytorch(model: Path, two: TrainEngine, four: TrainEngine, way: str):
+@pytest.mark.parametrize("way", ["step_by_sums", "step_by_token_weights"])
+@pytest.mark.parametrize("number", slow_except(["two", "four"], "two"))
+def test_sequence_parallel_is_plain_pytorch(model: Path, number: str, way: str, request: pytest.FixtureRequest):
     data = NeedParallel(torch.tensor(SAMPLES).clamp(min=1), type="seq")
     wanted = plain(model, data.data.tolist())
-    for ranks in (two, four):
-        engine = TrainEngine(make(model)).build(colocate_with=ranks, take_turns=False, sequence_parallel_size=2)
-        with engine:
-            ids = data if way == "step_by_token_weights" else NeedParallel(data.data.tolist(), type="seq")
-            assert apart(steps(engine, way, ids), wanted) < 1e-10
+    ranks: TrainEngine = request.getfixturevalue(number)
+    engine = TrainEngine(make(model)).build(colocate_with=ranks, take_turns=False, sequence_parallel_size=2)
+    with engine:
+        ids = data if way == "step_by_token_weights" else NeedParallel(data.data.tolist(), type="seq")
+        assert apart(steps(engine, way, ids), wanted) < 1e-10
 
 
 def test_tokens_that_do_not_divide(model: Path, two: TrainEngine):

@@ -36,6 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_learns_to_act(made: Path) -> None:
     """With fewer demonstrations and steps: nearer to what the expert does."""
     run = shardtune.train(

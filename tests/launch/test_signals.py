@@ -245,6 +245,7 @@ def test_a_terminal_that_is_gone_does_not_keep_a_run_from_saving(tiny: Tiny) -> 
     assert (tiny.run("hangup") / "checkpoints/latest").read_text() == f"global_step_{saved}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.own_start
 def test_a_signal_while_torch_is_imported(tiny: Tiny) -> None:
     """From a few tenths of a second on, long before there is anything to save."""

@@ -136,6 +136,7 @@ def test_compiled_layers_give_the_same_losses_with_few_graphs(folder: Path, kind
     same(trace, run_recipe(plain), 1e-10)
 
 
+@pytest.mark.slow
 def test_frozen_weights_stay_and_have_no_optimizer_state(folder: Path) -> None:
     values = values_of(folder, "dense", actor__model__freeze=["embed_tokens", r"layers\.0\."])
     trained = values_of(folder, "dense")
@@ -185,6 +186,7 @@ def test_dropout_draws_the_same_on_the_same_layout_also_after_a_resume(folder: P
     assert run_recipe(without).losses[2:4] != pytest.approx(told[0][:2], abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_recurrent_model_is_packed(folder: Path, precision: str) -> None:
     """Mamba: no positions, residuals in fp32, layers that are declared one inside the other."""

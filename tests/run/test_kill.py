@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import shardtune
+from tests.support.chosen import slow_except
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny
 
 SLOW_SAVES = str(Path(__file__).parents[1] / "support" / "slow_saves.py")
@@ -46,7 +47,7 @@ def killed_in_a_save(recipe: dict[str, Any], mark: Path, seconds: float) -> None
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", slow_except([False, True], False))
 def test_killed_while_saving(tiny: Tiny, tmp_path: Path, background: bool) -> None:
     keys = {"plugins": [SLOW_SAVES], "runner__save_interval": 2, "runner__async_save": background}
     shardtune.train(tiny.recipe(f"whole{background}", **keys))

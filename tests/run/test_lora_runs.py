@@ -265,6 +265,7 @@ def test_new_tokens_of_a_whole_model_are_trained_with_it(tiny: Tiny) -> None:
     assert len(tokenizer.encode("please")) == 1
 
 
+@pytest.mark.slow
 def test_frozen_weights_come_from_where_training_starts(tiny: Tiny) -> None:
     """Checkpoints leave them out; in half precision nothing of them is lost."""
     changes = {"actor__model__freeze": ["embed_tokens", "mlp"], "actor__model__precision": "bf16"}

@@ -160,6 +160,7 @@ def assert_weights(file: Path, expected: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(value.double(), expected[name].double(), rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_both_commands_on_accelerates_processes(here: Path, processes: int):
     """The printed class over batches of its own, two micro-batches on each rank, in full and with LoRA."""

@@ -169,7 +169,7 @@ def test_what_is_saved_acts_without_the_data(folder: Path, kind: str, tmp_path: 
             np.testing.assert_allclose([policy.select_action(one) for one in given], expected, atol=1e-5)
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_an_adapter_is_exported_merged_and_acts_alone(folder: Path, tmp_path: Path) -> None:
     """The statistics in files of their own are no weights; sizes are those of the directory, not of training rows."""
     model = recipe(folder, "act", "lora", is_lora=True, lora={"r": 2})

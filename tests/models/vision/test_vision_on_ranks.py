@@ -98,6 +98,7 @@ def answered(values: dict[str, Any]) -> list[list[int]]:
     return written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("llava", marks=pytest.mark.slow), "qwen2_5_vl"])
 def test_a_sharded_model_answers_as_a_whole_one(family: str, tmp_path: Path) -> None:
     """The vision tower runs while a prompt is read, on all ranks, whichever prompts have images."""
