@@ -29,17 +29,17 @@ LONGEST = (
     "tests/launch/ray/test_ranks.py",
     "tests/launch/test_nodes.py",
     "tests/launch/test_signals.py",
-    "tests/run/test_lora_runs.py",
-    "tests/run/test_optimizer_states.py",
     "tests/run/test_layout_changes.py",
-    "tests/parallel/test_layouts.py",
     "tests/engine/test_backends.py",
+    "tests/engine/test_ranks.py",
+    "tests/parallel/test_layouts.py",
+    "tests/run/test_lora_runs.py",
+    "tests/verify/test_adapter.py",
     "tests/examples/test_adapters.py",
     "tests/models/test_causal_lm.py",
     "tests/training/test_parity.py",
-    "tests/examples/test_notebook.py",
 )
-"""Files of tests by the time that they take, the longest first."""
+"""Files of tests by the time that they take, the longest first; of two of them `make test-slow` runs nearly all."""
 _refused: set[str] = set()
 
 

@@ -20,6 +20,7 @@ from shardtune.config import OptimConfig
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.optim import low_bit
 from shardtune.optim.build import build_optimizer
+from tests.support.chosen import slow_except
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole
 
@@ -226,7 +227,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("state_dtype", slow_except(["bf16", "int8"], "int8"))
 def test_any_number_of_ranks_gives_the_same_bits_and_continues(tmp_path: Path, state_dtype: str) -> None:
     """Ten rows on 1, 2 and 4 ranks, three experts on 4; each continues what the others have saved."""
     told = {ranks: one_of(ranks, "AdamW", state_dtype, str(tmp_path / str(ranks))) for ranks in (1, 2, 4)}
