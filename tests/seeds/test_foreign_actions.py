@@ -14,6 +14,7 @@ import pytest
 import shardtune
 from shardtune.errors import ConfigError
 from tests.seeds.actions import overrides, registering_anew, write_guide
+from tests.support.chosen import slow_except
 from tests.support.foreign_action import LLAVA, save_llava, write_frames, your_package
 from tests.support.tiny_run import lines
 
@@ -36,7 +37,8 @@ def _registry(folder: Path) -> Iterator[None]:
         yield
 
 
-def test_recipe_to_final(folder: Path) -> None:
+@pytest.mark.parametrize("ranks", slow_except([1, 2], 1))
+def test_recipe_to_final(folder: Path, ranks: int) -> None:
     """On one rank and on two, with two micro-batches each."""
     run = shardtune.train(folder / "recipe.yaml", *overrides(folder, "one", []))
     final = json.loads((run.dir / "final/metrics.json").read_text())
@@ -44,6 +46,8 @@ def test_recipe_to_final(folder: Path) -> None:
     assert (final["step"], final[measured]) == (2, pytest.approx(lines(run.dir)[-1][measured], abs=1e-9))
     assert (run.dir / "final/processor_config.json").exists()
     assert run.evaluate()[measured] == pytest.approx(final[measured])
+    if ranks == 1:
+        return
     on_two = shardtune.train(folder / "recipe.yaml", *overrides(folder, "two", ["runner.nproc_per_node=2"]))
     for one, two in zip(lines(run.dir), lines(on_two.dir), strict=True):
         for name in ("train/loss", "train/grad_norm"):

@@ -464,7 +464,7 @@ def trained_and_asked(folder: str, changes: Values) -> tuple[list[float], np.nda
     return losses, answers, worker.run_eval()["eval/action_l1"]
 
 
-@pytest.mark.slow
+@pytest.mark.lengthy
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_ranks_train_and_act_as_one(folder: Path, lora: bool) -> None:
     """Sharded by FSDP2, the model generates inside the call that gathers its weights."""
