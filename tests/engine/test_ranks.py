@@ -112,9 +112,9 @@ def test_tensor_parallel_is_plain_pytorch_on_four_ranks(model: Path, four: Train
     check(model, four, "fsdp2", ("step_by_mean",), tensor_parallel_size=4)  # more ranks than heads of keys and values
 
 
-@pytest.mark.slow
-def test_copies_of_the_sharded_module(model: Path, four: TrainEngine):
-    check(model, four, "fsdp2", ("step_by_mean",), replicate_size=2)
+@pytest.mark.parametrize("number", slow_except(["two", "four"], "two"))
+def test_copies_of_the_sharded_module(model: Path, number: str, request: pytest.FixtureRequest):
+    check(model, request.getfixturevalue(number), "fsdp2", ("step_by_mean",), replicate_size=2)
 
 
 @pytest.mark.parametrize("way", ["step_by_sums", "step_by_token_weights"])
