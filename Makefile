@@ -5,6 +5,8 @@ PYTEST_ARGS ?= -n 4 --dist worksteal
 # These wait for nothing: a process per core, and the fewer processes read torch and the tests. They are nice to `lint`
 # beside them in `make check`, whose types are checked by one process and would otherwise end last.
 QUICK_ARGS ?= -n 2 --dist worksteal
+# Most of these start ranks or hosts themselves; those of a file, some of which share an address, stay in one process.
+SLOW_ARGS ?= -n 2 --dist loadfile
 # One thread each: several processes with all cores each would only wait for one another. No test needs the network.
 # Four processes keep two cores busy while tests wait for ranks, signals and locks. Compiled files of Python are kept.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -71,7 +73,7 @@ test: $(COMPILED) ## run all tests but the slow ones: of every promise the short
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(COMPILED) ## run the slow tests: further cases and long forms; over half an hour
-	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
+	$(TEST_ENV) $(BIN)/python -m pytest $(SLOW_ARGS) -m slow
 
 test-latest: $(LATEST_INSTALLED) ## run what `make test` runs with the newest releases (constraints-latest.txt), in a .venv-latest of its own
 	$(TEST_ENV) $(LATEST)/bin/python -m pytest $(PYTEST_ARGS)
