@@ -307,6 +307,26 @@ def low_bit(setting: Setting, state: str) -> Facts:
     return within(max(abs(a - b) / abs(b) for a, b in pairs), 2e-2)
 
 
+def weights_in_bf16(setting: Setting) -> Facts:
+    """Updates of weights in bf16, rounded by the same bits as on a CPU; where fp32 differs in its last digit, a few may
+    go to the other neighbour."""
+    from shardtune.config import OptimConfig
+    from shardtune.optim.build import build_optimizer
+
+    def stepped(device: str) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(700, 333, generator=draw).to(device, torch.bfloat16))
+        weight.grad_dtype = torch.float32
+        optimizer = build_optimizer({"weight": weight}, OptimConfig(state_dtype="int8", lr=1e-4), seed=3)
+        for _ in range(5):
+            weight.grad = torch.randn(700, 333, generator=draw).to(device)
+            optimizer.step()
+        return weight.detach().cpu()
+
+    there, here = stepped(setting.device), stepped("cpu")
+    return within(float((there != here).double().mean()), 1e-2)
+
+
 # -- transfers and waiting ---------------------------------------------------------------------------------------------
 
 
@@ -536,6 +556,7 @@ def checks(setting: Setting) -> Sequence[Check]:
         ("fused SGD", partial(optimizer, name="SGD", momentum=0.9)),
         ("states in bf16", partial(low_bit, state="bf16")),
         ("states in int8", partial(low_bit, state="int8")),
+        ("weights in bf16", weights_in_bf16),
         ("pinned transfers", transfers),
         ("waits of a step, dense, bf16", partial(waits, kind="dense", precision="bf16")),
         ("waits of a step, gemma2, bf16", partial(waits, kind="gemma2", precision="bf16")),

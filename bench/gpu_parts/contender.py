@@ -11,7 +11,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ from gpu_parts.records import Setting
 from gpu_parts.shapes import MICRO_BATCHES, Case, checkpointed, config_of, recipe_of, save_rows, save_shape
 
 CONTENDERS = (
-    "shardtune", "shardtune, fused by torch", "shardtune with Liger", "shardtune compiled", "TRL", "TRL with Liger",
-    "TRL with FlashAttention",
+    "shardtune", "shardtune, fused by torch", "shardtune with Liger", "shardtune compiled", "shardtune in pure bf16",
+    "TRL", "TRL with Liger", "TRL with FlashAttention",
 )  # fmt: skip
+OF_ALL_WEIGHTS = ("shardtune in pure bf16",)
+"""Those that have nothing to compare where an adapter is trained."""
+PURE: Mapping[str, Any] = {"actor__model__precision": "pure_bf16", "actor__optim__state_dtype": "int8"}
 NEEDED = {
     "shardtune with Liger": ("liger_kernel",), "TRL": ("trl",), "TRL with Liger": ("trl", "liger_kernel"),
     "TRL with FlashAttention": ("trl", "flash_attn"),
@@ -139,6 +142,7 @@ RUN: dict[str, Callable[[Case, Setting, Turns], None]] = {
     "shardtune, fused by torch": lambda *given: run_shardtune(*given, actor__model__kernels={"source": "torch"}),
     "shardtune with Liger": lambda *given: run_shardtune(*given, actor__model__kernels={"source": "liger"}),
     "shardtune compiled": lambda *given: run_shardtune(*given, actor__model__compile=True),
+    "shardtune in pure bf16": lambda *given: run_shardtune(*given, **PURE),
     "TRL": run_trl,
     "TRL with Liger": lambda *given: run_trl(*given, use_liger_kernel=True),
     "TRL with FlashAttention": lambda *given: run_trl(*given, attention="flash_attention_2"),

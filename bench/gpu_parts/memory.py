@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gpu_parts.contender import PURE
 from gpu_parts.records import FAIL, PASS, Check, Facts, Part, Setting
 from gpu_parts.shapes import Case, recipe_of
 from shardtune.config import load_recipe
@@ -30,6 +31,7 @@ CASES: Mapping[str, tuple[Case, Mapping[str, Any]]] = {
     "0.6B full 2k": (Case("0.6B", False, 2048), {}),
     "0.6B full 8k, checkpointed": (Case("0.6B", False, 8192), {"actor__model__gradient_checkpointing": True}),
     "0.6B full 8k": (Case("0.6B", False, 8192), {}),
+    "1.7B full 2k, pure bf16": (Case("1.7B", False, 2048), PURE),
     "1.7B LoRA 8k": (Case("1.7B", True, 8192), {}),
     "8B LoRA 2k": (Case("8B", True, 2048), {}),
     "8B LoRA 2k, NF4": (Case("8B", True, 2048), {"actor__model__lora__base_dtype": "nf4"}),

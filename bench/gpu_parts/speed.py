@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from gpu_parts.contender import CONTENDERS, missing
+from gpu_parts.contender import CONTENDERS, OF_ALL_WEIGHTS, missing
 from gpu_parts.records import FAIL, SKIP, Check, Facts, Part, Setting
 from gpu_parts.shapes import Case, config_of, lengths
 from shardtune.training.utilisation import Utilisation, peak_flops
@@ -180,8 +180,9 @@ def _utilisation(case: Case, setting: Setting) -> Utilisation | None:
 def _part(model: str, lora: bool) -> Part:
     def checks(setting: Setting) -> Sequence[Check]:
         sizes = (128,) if setting.small else (2048, 8192)
-        among = ("shardtune", "TRL") if setting.small else CONTENDERS
-        names = [name for name in among if re.search(setting.contenders, name)]
+        among = ("shardtune", "shardtune in pure bf16", "TRL") if setting.small else CONTENDERS
+        fitting = [name for name in among if not lora or name not in OF_ALL_WEIGHTS]
+        names = [name for name in fitting if re.search(setting.contenders, name)]
         cases = [Case(model, lora, size) for size in sizes]
         if alone(cases[0]):
             return [
@@ -197,8 +198,8 @@ def _part(model: str, lora: bool) -> Part:
         checks,
         ("contender", "tokens/s", "MFU", "peak GB", "shardtune is faster by", "seconds"),
         "Random weights and ragged rows of random tokens, packed, four micro-batches of one maximal length to a step; "
-        "bf16 with weights and states in fp32 (shardtune; 8B full: states in 8 bits), bf16 for all (TRL, packing, "
-        "fused AdamW). Medians of turns.",
+        "bf16 with weights and states in fp32 (shardtune; 8B full: states in 8 bits), weights in bf16 and states in 8 "
+        "bits (shardtune in pure bf16), bf16 for all (TRL, packing, fused AdamW). Medians of turns.",
     )
 
 
