@@ -90,7 +90,7 @@ $(FAST_PARTS)/.installed: $(INSTALLED)
 	@touch $@
 
 test-fast-parts: $(FAST_PARTS)/.installed ## run the tests of Liger's kernels and of FP8, which the other environment lacks
-	$(TEST_ENV) TRITON_INTERPRET=1 PYTHONPATH=. $(FAST_PARTS)/bin/python -m pytest tests/models/fast_parts
+	$(TEST_ENV) TRITON_INTERPRET=1 PYTHONPATH=. $(FAST_PARTS)/bin/python -m pytest tests/models/fast_parts tests/optim/test_fused_adam.py
 
 docs: $(INSTALLED) ## build the documentation site into build/site; a warning is an error
 	$(TEST_ENV) $(BIN)/python -m sphinx -W --keep-going -q -c docs -d build/doctrees -b html . build/site

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 
 from shardtune.batch.seeds import derive_seed
+from shardtune.optim.fused_adam import MEAN, SQUARE, first_index, kernel, launch
 from shardtune.optim.quantized_state import (
     SCALE,
     Moment,
@@ -31,6 +33,8 @@ from shardtune.optim.quantized_state import (
     to_bf16,
 )
 
+SAME, APART = 1e-4, 1e-2
+"""Numbers that differ by less than this part of themselves are the same; so many of all may not be."""
 PARTS = "column_parts"
 """In the state of a parameter with blocks: the number of parts into which ranks cut its rows."""
 Values = dict[str, torch.Tensor]
@@ -97,6 +101,15 @@ class LowBitOptimizer(torch.optim.Optimizer):
         if not state:
             state.update(self._fresh(group, parameter, place))
         state["step"] += 1
+        if not self._in_one_pass(group, name, parameter, place):
+            self._in_chunks(group, name, parameter, place)
+
+    def _in_one_pass(self, group: ParamGroup, name: str, parameter: torch.Tensor, place: Place) -> bool:
+        """Whether a kernel has done the step, whose number is in the state already."""
+        return False
+
+    def _in_chunks(self, group: ParamGroup, name: str, parameter: torch.Tensor, place: Place) -> None:
+        state = self.state[parameter]
         number = int(state["step"])
         key = derive_seed(self._seed, "moments", name, number)
         weights, grad = local(parameter), local(parameter.grad)  # pyright: ignore[reportArgumentType]
@@ -145,10 +158,29 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
 
 class LowBitAdam(LowBitOptimizer):
-    """`torch.optim.Adam`; arguments lr, betas, eps, weight_decay (added to the gradient), maximize."""
+    """`torch.optim.Adam`; arguments lr, betas, eps, weight_decay (added to the gradient), maximize.
 
-    moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
+    Attributes:
+        one_pass: whether parameters on GPUs are updated in one pass; None: where that gives what chunks give.
+    """
+
+    moments = (Moment(MEAN, signed=True), Moment(SQUARE, signed=False))
     decoupled: ClassVar[bool] = False
+    one_pass: bool | None = None
+
+    def _in_one_pass(self, group: ParamGroup, name: str, parameter: torch.Tensor, place: Place) -> bool:
+        if self.one_pass is False or not (self.one_pass or parameter.is_cuda) or kernel() is None:
+            return False
+        first = first_index(parameter, place, self.state[parameter])
+        if first is None:
+            return False
+        if self.one_pass is None and not one_pass_agrees(
+            type(self), parameter.device, parameter.dtype, group["state_dtype"]
+        ):
+            return False
+        state, decoupled = self.state[parameter], self.decoupled
+        launch(group, name, parameter, first, state, decoupled=decoupled, seed=self._seed)
+        return True
 
     def _move(self, group: ParamGroup, number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values) -> None:
         (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
@@ -167,6 +199,39 @@ class LowBitAdamW(LowBitAdam):
     """`torch.optim.AdamW`; arguments as Adam's, with decoupled weight decay."""
 
     decoupled = True
+
+
+@cache
+def one_pass_agrees(kind: type[LowBitAdam], device: torch.device, dtype: torch.dtype, kept: StateDtype) -> bool:
+    """Whether one pass over random weights gives what chunks give; False where its compiler fails.
+
+    Args:
+        kind: of the optimizer.
+        device: of the weights.
+        dtype: of the weights.
+        kept: how moments are.
+    """
+
+    def stepped(one_pass: bool) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(64, 512, generator=draw).to(device, dtype))
+        weight.grad_dtype = torch.float32
+        group = {"params": [weight], "names": ["weight"]}
+        settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+        optimizer = kind([group], settings, state_dtype=kept, seed=0)
+        optimizer.one_pass = one_pass
+        for _ in range(3):
+            weight.grad = torch.randn(64, 512, generator=draw).to(device)
+            optimizer.step()
+        return [weight.detach(), *(optimizer.state[weight][moment.name] for moment in kind.moments)]
+
+    try:
+        pairs = zip(stepped(True), stepped(False), strict=True)
+        # Where last digits differ, a few are rounded to another neighbour.
+        apart = [((one.float() - two.float()).abs() > SAME * two.float().abs()).float().mean() for one, two in pairs]
+        return max(map(float, apart)) < APART
+    except Exception:
+        return False
 
 
 class LowBitSGD(LowBitOptimizer):
