@@ -224,7 +224,7 @@ def test_the_time_limit_of_collectives_is_the_recipes(tiny: Tiny, monkeypatch: p
 def test_of_two_ranks_the_one_that_is_stuck_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, way: str):
     if way == "stopped":
         shardtune.train(tiny.recipe("whole", runner__nproc_per_node=2))
-    recipe = tiny.recipe(way, plugins=[PLUGIN], runner__nproc_per_node=2, runner__watchdog_seconds=2)
+    recipe = tiny.recipe(way, plugins=[PLUGIN], runner__nproc_per_node=2, runner__watchdog_seconds=4)
     with monkeypatch.context() as patch:
         patch.setenv("TEST_STUCK", way)
         with pytest.raises(ReportedError if way == "leaves" else RanksStuck) as raised:
