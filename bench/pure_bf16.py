@@ -107,7 +107,7 @@ def report(found: Mapping[str, Sequence[Mapping[str, float]]], arguments: argpar
     steps = max(line["step"] for line in found["bf16"])
     text = (
         f"{machine()}; Qwen2 {arguments.layers} x {arguments.width}, vocabulary {arguments.vocabulary:,}, AdamW, "
-        f"learning rate {arguments.rate:g}, {steps:.0f} steps of 32 rows after a first training in fp32 on other rows; the "
+        f"learning rate {arguments.rate:g}, {steps:.0f} steps of 32 rows after a first training in fp32 on others; the "
         "loss on held-out rows.\n\n"
         f"{table(['weights', 'before', 'after', 'fell by', 'of bf16 with masters'], rows)}"
     )

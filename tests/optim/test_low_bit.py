@@ -149,6 +149,8 @@ def test_weights_in_bf16_move_as_far_as_in_fp32(kind: str, monkeypatch: pytest.M
         for _ in range(40):
             weight.grad = torch.ones_like(values)
             optimizer.step()
+        moments = [value for value in optimizer.state[weight].values() if torch.is_tensor(value)]
+        assert {moment.dtype for moment in moments} <= {torch.float32}
         return weight.detach().float() - values
 
     exact = moved(torch.float32)

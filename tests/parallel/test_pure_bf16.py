@@ -116,6 +116,38 @@ def test_sums_of_gradients_are_in_fp32_whatever_a_parameter_is() -> None:
     assert often["seldom"][2].any()
 
 
+class Scaled(nn.Module):
+    """A number that every rank holds whole, and rows of one rank use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, inputs: torch.Tensor, scaled: bool) -> torch.Tensor:
+        return self.linear(inputs).float().sum() * (self.scale.float() * (1 + 2.0**-9) if scaled else 1.0)
+
+
+def test_a_number_that_one_rank_uses_has_one_gradient_in_fp32() -> None:
+    told = run_ranks(scale_gradient, 2)
+    assert [found.dtype for found in told] == [torch.float32] * 2
+    assert torch.equal(*told)
+    assert told[0].abs() > 1
+
+
+def scale_gradient() -> torch.Tensor:
+    torch.manual_seed(0)
+    model, ranks = Scaled(), group()
+    shard(model, [], ranks, "pure_bf16")
+    materialise(model, dtype=torch.bfloat16, device=torch.device("cpu"))
+    weights = Weights(model, model, "pure_bf16", ranks)
+    weights.begin_micro_batch(True)
+    model(torch.ones(2, 4, dtype=torch.bfloat16), ranks.is_main).backward()
+    weights.sync_replicated_gradients()
+    grad = weights.parameters["scale"].grad
+    assert grad is not None
+    return grad
+
+
 def test_a_unit_that_is_gathered_again_sums_in_fp32_still() -> None:
     """FSDP2 notes dtypes anew in `unshard`."""
     assert run_ranks(dtype_after_unshard, 1) == [torch.float32]
