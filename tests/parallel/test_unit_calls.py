@@ -98,6 +98,7 @@ class Case:
     layout: Layout = SHARDED
     each: bool = False
     reshard: bool = True
+    prefetch: int = 1
     checkpoints: bool = False
     evaluates: Steps = ((), ())
     precision: str = "fp64"
@@ -119,7 +120,8 @@ def train(case: Case, ranks: Ranks) -> Trained:
     model = Net()
     for block in model.blocks if case.checkpoints else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    hold = shard_model(model, [*model.blocks], ranks, case.precision, reshard_after_forward=case.reshard)
+    kept = {"reshard_after_forward": case.reshard, "prefetch": case.prefetch}
+    hold = shard_model(model, [*model.blocks], ranks, case.precision, **kept)
     materialise(model, dtype=MASTER_DTYPE[case.precision], device=ranks.device)
     weights = hold(model, reduce_each=case.each)
     optimizer = torch.optim.SGD(
@@ -192,6 +194,8 @@ ALIKE: dict[str, Case] = {
     "FSDP1, no layer of a unit on one rank": Case([[*own, Rows()] for own in SKIPPED], FLAT),
     "FSDP1, no layer of any unit on one rank": Case(ALL_SKIPPED, FLAT, checkpoints=True),
     "FSDP1, no layer of the first unit on one rank, in half precision": Case(FIRST_SKIPPED, FLAT, precision="bf16"),
+    "no layer of a unit on one rank, gathered ahead": Case(SKIPPED, prefetch=2),
+    "no layer of any unit on one rank, gathered ahead": Case(ALL_SKIPPED, prefetch=2),
     "a weight outside of units before the first on one rank": Case([[Rows(), Rows(begins=True)], [Rows(), Rows()]]),
     "no layer of a unit": Case([SKIPPED[0], SKIPPED[0]]),
     "a layer of one rank that is frozen before the sum": Case(FROZEN),
