@@ -35,6 +35,7 @@ from shardtune.parallel.parts import Gathering, gather_for_parts
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.same_call import SameCall
 from shardtune.parallel.torch_private import (
+    count_calls,
     initialise_root,
     is_at_rest,
     keep_reduced_dtype,
@@ -138,6 +139,7 @@ def gather_ahead(root: nn.Module, number: int) -> None:
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + number])
         before = units[max(1, place - number) : place] if place else units[-number:]
         unit.set_modules_to_backward_prefetch([module for module in reversed(before) if module is not root])
+        count_calls(unit)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -675,14 +675,18 @@ def fill_unused(module: FSDPModule, filling: Filling) -> None:
     for group in _groups_of(module):
         if group.mesh_info.mesh.size() > 1:
             vars(group)["post_backward"] = torch.compiler.disable(partial(_filled_backward, group, filling))
-            vars(group)["pre_backward"] = torch.compiler.disable(partial(_counted_backward, group))
+
+
+def count_calls(unit: FSDPModule) -> None:
+    """Let `_post_forward_indices` have the calls of a unit that a backward pass has yet to reach, which `_fill` reads.
+
+    FSDP2 takes those away that it has reached where it chooses itself what to gather next, and not where that is set.
+    """
+    for group in _groups_of(unit):
+        vars(group)["pre_backward"] = torch.compiler.disable(partial(_counted_backward, group))
 
 
 def _counted_backward(group: Any, prefetches: bool, *others: object) -> None:
-    """FSDP2's `pre_backward`, after which `_post_forward_indices` has the calls that a backward pass has yet to reach.
-
-    By itself FSDP2 counts them where it chooses what to gather next, and not where the recipe does.
-    """
     begins = group._training_state != TrainingState.PRE_BACKWARD
     type(group).pre_backward(group, prefetches, *others)
     if begins and not prefetches and group._post_forward_indices:
