@@ -328,7 +328,8 @@ class ModelState:
         )
         moments = {"fp32": sums, "bf16": "bfloat16", "int8": "8-bit"}[self._recipe.actor.optim.state_dtype]
         optimizer = " and optimizer" if moments == master else f", {moments} optimizer"
-        return f"{master} weights{optimizer}, {compute} compute, {sums} gradients"
+        rounded = ", rounded at random" if master != sums else ""
+        return f"{master} weights{rounded}{optimizer}, {compute} compute, {sums} gradients"
 
     def sizes(self) -> dict[nn.Parameter, int]:
         """The number of weights that each parameter of the inner model represents, over all ranks."""
