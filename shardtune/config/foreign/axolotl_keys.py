@@ -111,6 +111,7 @@ TABLE: Table = {
     "bfloat16": By("actor.model.precision: bf16"),
     "float16": By("actor.model.precision: fp16"),
     "float32": By("actor.model.precision: fp32"),
+    "torch_dtype": NotNeeded("bf16, fp16 and float32 decide it, as there"),
     "tf32": Missing("products in fp32 are exact; actor.model.precision: bf16 is the fast way", (None, False, "auto")),
     "gradient_checkpointing": By("actor.model.gradient_checkpointing: true (or selective)"),
     "selective_checkpointing": By("actor.model.gradient_checkpointing: selective"),

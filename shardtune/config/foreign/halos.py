@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardtune.config.foreign.conversion import Conversion, Kind
-from shardtune.config.halos import DERIVED, EVAL, FACTS, RENAMED, TRAIN, UNREAD, translate
+from shardtune.config.foreign.values import is_on
+from shardtune.config.halos import DERIVED, EVAL, FACTS, PEFT, RENAMED, SHARED, TRAIN, UNREAD, translate
 from shardtune.config.layers import Layer
 from shardtune.config.overrides import CHOOSING, LISTS
 from shardtune.config.tree import flatten
@@ -24,6 +25,7 @@ def convert(c: Conversion) -> None:
             if key in (TRAIN, EVAL, "actor.model.model_path", "actor.tokenizer.tokenizer_model"):
                 value = [_path(c, one) for one in value] if isinstance(value, list) else _path(c, value)
             c.put(key, value, *theirs, comment="" if theirs else "HALOs' default, or follows from its other keys")
+    _model(c)
     for problem in found.problems:
         name = problem.what.partition(":")[0].partition(" ")[0]
         c.missing(f"{problem.what.partition(':')[2].strip() or problem.what}: {problem.remedy}", name)
@@ -42,6 +44,23 @@ def convert(c: Conversion) -> None:
     c.notes.append(
         "HALOs' warm-up begins at a tenth of the rate, here at 1/n of it; docs/coming-from.md has the others"
     )
+
+
+def _model(c: Conversion) -> None:
+    """Read the attention, whose name is ours, too, and what the dtype and the adapter mean beside other keys."""
+    if c.has(SHARED):
+        is_half = str(c.get("model.policy_dtype", "bfloat16")) in ("bfloat16", "float16")
+        attention = c.get(SHARED) if is_half else "eager"
+        comment = "" if is_half else "HALOs' attention in other dtypes than bfloat16 and float16"
+        c.put("actor.model.attn_implementation", attention, SHARED, comment=comment)
+    if is_on(c.get("model.use_peft")):
+        return
+    c.not_needed("model.use_peft is off", *(name for name in c.given if name.startswith(PEFT)))
+    if c.get("model.policy_dtype") == "bfloat16":
+        c.notes.append(
+            "HALOs trains weights in bf16; here they and the optimizer's states are fp32, computed with in bf16; "
+            "actor.model.precision: pure_bf16 and actor.optim.state_dtype: bf16 take as little memory as there"
+        )
 
 
 def _path(c: Conversion, value: object) -> object:

@@ -7,12 +7,13 @@ from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.model_type import TYPE
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
 from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, training_arguments
-from shardtune.config.foreign.values import is_on, listed, names, whole
+from shardtune.config.foreign.values import is_on, listed, names, whole, whole_number
 from shardtune.config.parameter_patterns import PARTS
 from shardtune.errors import ConfigError
 
 NAME = "LLaMA-Factory"
 LENGTH = 2048
+PURE = "pure_bf16"
 MARKS = (
     *("stage", "finetuning_type", "cutoff_len", "template", "lora_rank", "lora_target", "dataset_dir", "mask_history"),
     *("quantization_bit", "preprocessing_num_workers", "neat_packing", "train_on_prompt", "val_size", "plot_loss"),
@@ -32,6 +33,19 @@ NO_METHOD = (
     "rsLoRA, PiSSA, and PEFT's others by actor.model.lora.peft"
 )
 NEW_TOKENS = "new tokens start as the mean of the others"
+V1 = (
+    "peft_config",
+    "train_dataset",
+    "model_class",
+    "dist_config",
+    "batching_strategy",
+    "quant_config",
+    "kernel_config",
+)
+"""Keys that only the files of its v1 trainer have."""
+DIVIDING = tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
+"""Megatron's degrees, all of which its number of rows is divided by."""
+_DEGREE = whole_number("degrees are whole numbers >= 1")
 TABLE: Table = {
     **TRAINING_ARGUMENTS,
     "model_name_or_path": To("actor.model.model_path"),
@@ -79,7 +93,7 @@ TABLE: Table = {
     "quantization_type": Missing("four bits are NF4 here", (None, "nf4")),
     "quantization_method": Missing("bases are NF4, made when the model is loaded", (None, "bnb", "bitsandbytes")),
     "double_quantization": NotNeeded("the scales of NF4 blocks are stored as docs/lora.md has it"),
-    "pure_bf16": By("actor.model.precision: pure_bf16"),
+    PURE: By("actor.model.precision: pure_bf16"),
     "upcast_layernorm": NotNeeded("weights that are trained are fp32"),
     "upcast_lmhead_output": NotNeeded("the loss is computed in fp32"),
     "disable_gradient_checkpointing": By("actor.model.gradient_checkpointing: true (or false)"),
@@ -119,12 +133,31 @@ TABLE: Table = {
     "profile_modules": NotNeeded("runner.profile_steps: [FIRST, LAST]"),
     "swanlab_project": To("runner.logger.project_name"),
     "use_swanlab": By("runner.logger.logger_backends: [jsonl, swanlab]"),
+    "use_mca": NotNeeded("models are sharded with FSDP2, and divided by actor.parallel"),
     "mixture_of_depths": Missing("write an adapter: docs/add-a-model.md"),
     "shift_attn": Missing("attention is the model's own"),
     "vllm_config": NotNeeded("it is for generation"),
     **each(
-        "use_llama_pro use_galore use_apollo use_badam use_adam_mini use_mca use_hyper_parallel use_kt",
+        "use_llama_pro use_galore use_apollo use_badam use_adam_mini use_hyper_parallel use_kt",
         Missing(NO_METHOD),
+    ),
+    "tensor_model_parallel_size": To("actor.parallel.tensor", _DEGREE),
+    "context_parallel_size": To("actor.parallel.sequence", _DEGREE),
+    "expert_model_parallel_size": To("actor.parallel.expert", _DEGREE),
+    "pipeline_model_parallel_size": Missing(
+        "there is no pipeline: actor.parallel has tensor, sequence and expert", (None, 1)
+    ),
+    "mixed_precision": Missing("actor.model.precision: bf16 (or fp16, fp32)", (None, "bf16_mixed", "bf16-mixed")),
+    "use_packed_sequences": NotNeeded("rows are packed here anyway, which changes no number"),
+    "calculate_per_token_loss": Missing("a step's loss is the mean over all of its trained tokens", (None, True)),
+    "megatron_pretrained_checkpoint": Missing("actor.model.model_path: FOLDER, in the format of transformers"),
+    "extra_config": Missing("write what it sets by our keys; docs/coming-from.md"),
+    **each(
+        "sequence_parallel use_distributed_optimizer overlap_param_gather overlap_grad_reduce bias_activation_fusion "
+        "apply_rope_fusion masked_softmax_fusion cross_entropy_loss_fusion moe_grouped_gemm moe_token_dispatcher_type "
+        "recompute_granularity recompute_method recompute_num_layers virtual_pipeline_model_parallel_size "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        NotNeeded("it is how Megatron computes, and changes no number"),
     ),
     "fp8": Missing("actor.model.fp8.scaling: tensorwise; docs/fast-parts.md"),
     **each("hub_model_id export_hub_model_id", TRAINING_ARGUMENTS["hub_model_id"]),
@@ -160,6 +193,14 @@ OTHER_STAGES = ("pref_", "ppo_", "kto_", "simpo_", "dpo_", "ref_model", "reward_
 
 def convert(c: Conversion) -> None:
     """Read a configuration of LLaMA-Factory."""
+    found = next((name for name in V1 if name in c.tree), None)
+    if found is not None:
+        raise ConfigError(
+            "this is a file of LLaMA-Factory's v1 trainer, whose keys and defaults are others; it is not converted",
+            where=found,
+            remedy="write a recipe by the table of docs/coming-from.md (LLaMA-Factory v1), which has its keys and "
+            "defaults; files of llamafactory-cli train without USE_V1=1 are converted",
+        )
     stage = str(c.get("stage", "sft"))
     if stage not in ("sft", "pt"):
         raise ConfigError(
@@ -169,7 +210,8 @@ def convert(c: Conversion) -> None:
         )
     c.not_needed("supervised fine-tuning is all there is" if stage == "sft" else "rows are plain text then", "stage")
     training_arguments(c, logging=500, rate=5e-5, precision="bf16")
-    if not is_on(c.get("bf16")) and not is_on(c.get("fp16")) and not c.mixed_precision:
+    is_set = any(is_on(c.get(name)) for name in ("bf16", "fp16", PURE))
+    if not is_set and not c.mixed_precision:
         c.notes.append("without bf16 and fp16 LLaMA-Factory computes in the model's own dtype, mostly bf16: bf16 here")
     length = whole(c.get("cutoff_len")) or LENGTH
     c.put("data.max_length", length, "cutoff_len")
@@ -181,6 +223,7 @@ def convert(c: Conversion) -> None:
         rows=8,
         packed=length if is_packed else None,
         packing=("packing", "neat_packing"),
+        shared=DIVIDING,
     )
     if stage == "pt" and is_packed:
         c.put("data.on_too_long", "split", comment="stage: pt cuts the text of all documents into blocks of cutoff_len")
@@ -287,8 +330,11 @@ def _adapter(c: Conversion) -> None:
     own += ["use_rslora", "use_dora", "additional_target", "adapter_name_or_path"]
     if kind != "lora":
         c.record("finetuning_type", Kind.DEFAULT, "actor.model.is_lora: false")
-        if is_on(c.get("pure_bf16")):
-            c.put("actor.model.precision", "pure_bf16", "pure_bf16")
+        if is_on(c.get(PURE)):
+            c.put("actor.model.precision", "pure_bf16", PURE)
+            c.not_needed(f"{PURE} is set", "bf16", "fp16")
+            if "actor.optim.state_dtype" not in c.lines:
+                c.notes.append(f"with {PURE} the states of the optimizer are bf16 there: actor.optim.state_dtype: bf16")
         c.not_needed(f"finetuning_type is {kind}", *own)
         if kind == "freeze":
             c.missing("actor.model.freeze: patterns of the parameters that are not trained", "finetuning_type")
@@ -297,6 +343,8 @@ def _adapter(c: Conversion) -> None:
         return
     comment = "" if c.has("finetuning_type") else "LLaMA-Factory's default (finetuning_type: lora)"
     c.put("actor.model.is_lora", True, "finetuning_type", comment=comment)
+    if is_on(c.get(PURE)):
+        c.not_needed("the few weights of an adapter stay in fp32, which is more exact", PURE)
     adapters = listed(c.get("adapter_name_or_path"))
     if adapters:
         c.put("actor.model.lora.load_from", c.path(adapters[-1]), "adapter_name_or_path")

@@ -205,7 +205,7 @@ def _model(c: Conversion) -> None:
     c.put("actor.model.precision", kind, "dtype")
     if str(c.get("dtype", "bf16")) not in PRECISIONS:
         c.missing("actor.model.precision is bf16, pure_bf16, fp16, fp32 or fp64; bf16 is written", "dtype")
-    if kind == "bf16" and "lora" not in builder:
+    if kind == "bf16" and "actor.model.is_lora" not in c.lines:
         c.notes.append(
             "torchtune trains weights in bf16; here they and the optimizer's states are fp32, computed with in bf16; "
             "actor.model.precision: pure_bf16 and actor.optim.state_dtype: bf16 take as little memory as there"

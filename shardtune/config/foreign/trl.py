@@ -32,6 +32,8 @@ def _loss(value: object) -> object:
     raise NoCounterpart("the losses are cross-entropy and dft; another is actor.loss: FILE.py:FUNCTION")
 
 
+DTYPES = ("torch_dtype", "dtype", "model_init_kwargs.torch_dtype", "model_init_kwargs.dtype")
+"""The keys with the dtype that weights are loaded in; the first that is given is used."""
 TABLE: Table = {
     **TRAINING_ARGUMENTS,
     "model_name_or_path": To("actor.model.model_path"),
@@ -44,10 +46,7 @@ TABLE: Table = {
     "trust_remote_code": To("actor.model.trust_remote_code", is_on),
     "model_init_kwargs.attn_implementation": To("actor.model.attn_implementation"),
     "model_init_kwargs.trust_remote_code": To("actor.model.trust_remote_code", is_on),
-    **dict.fromkeys(
-        ("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype"),
-        Missing("actor.model.precision: bf16; weights stay in fp32", (None, "auto", "float32")),
-    ),
+    **dict.fromkeys(DTYPES[2:], By("actor.model.precision: bf16; weights stay in fp32")),
     "model_init_kwargs": Missing("actor.model.config_overrides: {NAME: VALUE} for values of the model's configuration"),
     "learning_rate": To("actor.optim.lr", as_number, default=2e-5),
     "gradient_checkpointing": To("actor.model.gradient_checkpointing", is_on, default=True, note="changes no number"),
@@ -175,7 +174,8 @@ def _length(c: Conversion) -> int:
 
 def lora(c: Conversion) -> None:
     """Read the adapter of ModelConfig."""
-    dtype = "torch_dtype" if c.has("torch_dtype") else "dtype"
+    dtype = next((name for name in DTYPES if c.has(name)), "dtype")
+    c.not_needed(f"{dtype} is set", *(name for name in DTYPES if name != dtype))
     own = [name for name in TABLE if name.startswith("lora_")] + ["use_rslora", "use_dora"]
     if not is_on(c.get("use_peft")):
         c.record("use_peft", Kind.DEFAULT, "actor.model.is_lora: false")
@@ -238,7 +238,15 @@ def _weights(c: Conversion, dtype: str) -> None:
     given = str(c.get(dtype, "float32")).removeprefix("torch.")
     if given in ("auto", "float32", "fp32"):
         c.record(dtype, Kind.DEFAULT, "weights are trained in fp32")
-    elif dtype not in c.outcomes:
+    elif dtype in c.outcomes:
+        return
+    elif "actor.model.is_lora" in c.lines:
+        c.missing(
+            f"the weights of an adapter are trained in fp32 here, not {given}; actor.model.lora.base_dtype: bf16 is "
+            "for the frozen ones",
+            dtype,
+        )
+    else:
         c.missing(
             f"trained weights and their optimizer states are fp32 here, not {given}: more exact, more memory; "
             "actor.model.precision: pure_bf16 and actor.optim.state_dtype: bf16 take as little as there",

@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers.optimization import get_scheduler
 
+from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.conversion import Kind
+from shardtune.config.foreign.convert import convert
 from tests.config.foreign.conftest import rates_here, value
 
 STEPS, RATE = 40, 2e-4
@@ -312,6 +314,8 @@ def test_data_sets_of_axolotl_become_entries(of):
         ("trl", {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
         ("trl", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy"),
         ("trl", {"dtype": "bfloat16"}, "dtype"),
+        ("trl", {"dtype": "float16", "use_peft": True}, "dtype"),
+        ("llama-factory", {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size"),
         ("axolotl", {"evals_per_epoch": 4, "val_set_size": 0.1}, "evals_per_epoch"),
         ("axolotl", {"val_set_size": 100}, "val_set_size"),
         ("axolotl", {"special_tokens": {"eos_token": "<e>"}}, "special_tokens.eos_token"),
@@ -352,11 +356,64 @@ def test_arguments_of_a_schedule_may_be_json_text(of):
 
 
 @pytest.mark.parametrize(
+    ("trainer", "given", "precision", "says", "times"),
+    [
+        ("llama-factory", {"pure_bf16": True, "finetuning_type": "full"}, "pure_bf16", "state_dtype: bf16", 1),
+        ("llama-factory", {"pure_bf16": True, "finetuning_type": "full"}, "pure_bf16", "model's own dtype", 0),
+        (
+            "llama-factory",
+            {"pure_bf16": True, "finetuning_type": "full", "bf16": True},
+            "pure_bf16",
+            "bf16: true  ->  pure_bf16 is set",
+            1,
+        ),
+        ("llama-factory", {"pure_bf16": True}, "absent", "weights of an adapter stay in fp32", 1),
+        ("trl", {"model_init_kwargs": {"torch_dtype": "bfloat16"}}, "absent", "precision: pure_bf16", 1),
+        ("trl", {"model_init_kwargs": {"torch_dtype": "bfloat16"}, "dtype": "bfloat16"}, "absent", "pure_bf16 and", 1),
+        ("trl", {"dtype": "float16", "use_peft": True}, "absent", "pure_bf16", 0),
+        ("axolotl", {"bf16": "full", "torch_dtype": "bfloat16"}, "absent", "precision: pure_bf16", 1),
+        ("axolotl", {"bf16": "full", "adapter": "lora"}, "absent", "pure_bf16", 0),
+        ("torchtune", {"dtype": "bf16"}, "absent", "precision: pure_bf16", 1),
+    ],
+)
+def test_weights_in_bf16_are_said_once_and_where_all_are_trained(
+    of, trainer: str, given: dict[str, Any], precision: str, says: str, times: int
+):
+    found = of(trainer, **given)
+    assert value(found, "actor.model.precision") == precision
+    assert " ".join(found.report.split()).replace("model.precision: bf16", "").count(" ".join(says.split())) == times
+    assert "unknown" not in found.report
+
+
+def test_the_attention_and_the_dtype_of_halos_are_said(tmp_path: Path):
+    keys = "exp_name: x\nn_epochs: 1\ndatasets: [org/rows]\nmodel:\n  name_or_path: org/model\n"
+    for given, attention, in_bf16 in (
+        ("  attn_implementation: eager\n  policy_dtype: bfloat16\n  peft: {lora_r: 64}", "eager", True),
+        ("  attn_implementation: sdpa\n  policy_dtype: float32", "eager", False),
+        ("  attn_implementation: sdpa\n  policy_dtype: bfloat16\n  use_peft: true", "sdpa", False),
+    ):
+        (tmp_path / "halos.yaml").write_text(keys + given)
+        found = convert(CommandLine(tmp_path / "halos.yaml"))
+        assert value(found, "actor.model.attn_implementation") == attention
+        assert ("pure_bf16" in found.report) == in_bf16
+        assert "as here" not in found.report
+
+
+@pytest.mark.parametrize(
     ("trainer", "sizes"),
     [
         ("axolotl", {"micro_batch_size": 2, "tensor_parallel_size": 2, "context_parallel_size": 2}),
         ("axolotl", {"micro_batch_size": 2, "sequence_parallel_degree": 4}),
         ("torchtune", {"batch_size": 2, "tensor_parallel_dim": 4}),
+        (
+            "llama-factory",
+            {
+                "per_device_train_batch_size": 2,
+                "tensor_model_parallel_size": 2,
+                "pipeline_model_parallel_size": 2,
+                "expert_model_parallel_size": 1,
+            },
+        ),
     ],
 )
 def test_processes_that_divide_a_model_have_the_same_rows(of, trainer: str, sizes: dict[str, int]):
