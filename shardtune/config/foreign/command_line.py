@@ -11,6 +11,7 @@ import yaml
 
 from shardtune.config.foreign.launch import Launch
 from shardtune.config.foreign.launch_keys import SHORT, SWITCHES, TABLES
+from shardtune.config.foreign.refusals import refuse_command
 from shardtune.config.foreign.trainers import TRAINERS
 from shardtune.config.recipe_file import RecipeLoader
 from shardtune.errors import ConfigError
@@ -80,6 +81,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     if words[:1] == [AUTOMODEL]:
         return replace(_automodel(words[1:]), environment=environment)
     launch, given = _launcher(words)
+    refuse_command(words, given)
     if given[:1] == ["trl"] and len(given) > 1 and not given[1].startswith("-") and given[1] not in PROGRAMS:
         raise _no_fine_tuning(given[1])
     files, values = _flags(given)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from shardtune.config.foreign import halos, llama_factory, trl
 from shardtune.config.foreign.command_line import CommandLine
@@ -16,6 +16,7 @@ from shardtune.config.foreign.conversion import Conversion, Kind, Outcome
 from shardtune.config.foreign.launch import Launch, Started, apply, precision_of, sharing, started
 from shardtune.config.foreign.launch_keys import ACCELERATE
 from shardtune.config.foreign.model_type import model_type
+from shardtune.config.foreign.refusals import refuse_file, refuse_launcher
 from shardtune.config.foreign.trainers import TRAINERS, OtherTrainer, recognise
 from shardtune.config.foreign.written import recipe_text, report_text
 from shardtune.config.loading import load_recipe
@@ -65,11 +66,18 @@ def convert(
     """
     file = given.file
     shown = COMMAND_LINE if file is None else file.name
-    tree = _resolved(_tree(given), str(file or shown))
+    where = str(file or shown)
+    tree = _tree(given)
+    if trainer is None:
+        refuse_file(tree, where)
+    tree = _resolved(tree, where)
     word = trainer or recognise(tree) or _halos(tree)
     known = FROM.get(word) if word is not None else None
+    if known is None and word is None:
+        refuse_launcher(tree, where)
+        raise _no_trainer("this is not recognised as a configuration of another trainer", where)
     if known is None:
-        raise _not_known(tree, str(file or shown)) if word is None else _no_trainer(f"{word} is not a known trainer")
+        raise _no_trainer(f"{word} is not a known trainer")
     folder = (to.expanduser().resolve() if to is not None else Path.cwd() / "recipe.yaml").parent
     source = Path.cwd() if file is None else file.expanduser().resolve().parent
     found = _started(given.launch, tree, known.name)
@@ -91,28 +99,6 @@ def convert(
         _ranks(c, None if world_size is not None else found)
     _check(c)
     return Converted(recipe_text(c, shown), report_text(c, shown), c)
-
-
-LAUNCHED = {
-    ("distributed_type", "compute_environment"): (
-        "accelerate",
-        "accelerate launch --config_file {} train.py --config FILE",
-    ),
-    ("zero_optimization", "zero_allow_untested_optimizer"): ("DeepSpeed", "train.py --deepspeed {} --learning_rate …"),
-}
-"""Keys of files beside a trainer's own -> whose they are, and the words to convert with them."""
-
-
-def _not_known(tree: Mapping[str, object], shown: str) -> ConfigError:
-    """That no trainer has the keys; a file of a launcher is one beside those of the trainer."""
-    for marks, (program, words) in LAUNCHED.items():
-        if any(mark in tree for mark in marks):
-            return ConfigError(
-                f"this is a file of {program}: it starts a run, and the keys of the training are in another one",
-                where=shown,
-                remedy=f"convert both: shardtune convert {words.format(shown)}",
-            )
-    return _no_trainer("this is not recognised as a configuration of another trainer", shown)
 
 
 def _no_trainer(what: str, where: str = "--from") -> ConfigError:
@@ -167,7 +153,14 @@ def _ranks(c: Conversion, found: Started | None) -> None:
 def _resolved(tree: dict[str, object], shown: str) -> dict[str, object]:
     """The values with their references (`${output_dir}/logs`) replaced."""
     try:
-        values = OmegaConf.to_container(DictConfig(tree), resolve=True)
+        values = OmegaConf.to_container(DictConfig(tree), resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(
+            f"a value is ???, to be given on the command line of that trainer: {str(error).splitlines()[0]}",
+            where=shown,
+            remedy="write the values into the file, with the parts that Hydra composes (defaults): HALOs writes such a "
+            "config.yaml into the directory of a run",
+        ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"a reference cannot be resolved: {str(error).splitlines()[0]}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from shardtune.config.foreign import rlinf
 from shardtune.config.foreign.conversion import short
 from shardtune.config.foreign.table import By, Entry, Missing, NoCounterpart, NotNeeded, To
 from shardtune.config.foreign.trainers import TRAINERS
@@ -26,7 +27,7 @@ def hint(dotted: str, value: object = None) -> str | None:
             names keys so, too.
         value: as written, for the line to write.
     """
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and dotted not in rlinf.TABLE:
         return None  # a section in the wrong place
     found = next((_remedy(entry, value, theirs) for entry, theirs in _entries(dotted)), None)
     return found if found is None or dotted.startswith(ACTOR_DOT) else short_keys(found)
@@ -51,6 +52,8 @@ def counterpart(name: str) -> str | None:
 
 def _entries(dotted: str) -> Iterator[tuple[Entry, str]]:
     """What other trainers have under a key's name, or under its last part; with the name and the trainer."""
+    if dotted in rlinf.TABLE:
+        yield rlinf.TABLE[dotted], f"{dotted} of {rlinf.NAME}"
     last = dotted.rpartition(".")[2]
     for name in dict.fromkeys((dotted, last, last.lower())):
         for trainer in TRAINERS.values():

@@ -28,11 +28,11 @@ class OtherTrainer:
     convert: Callable[[Conversion], None]
 
 
-TORCHTUNE, NEMO, TORCHTITAN = "torchtune", "nemo", "torchtitan"
+LLAMA_FACTORY, TORCHTUNE, NEMO, TORCHTITAN = "llama-factory", "torchtune", "nemo", "torchtitan"
 TRAINERS: Mapping[str, OtherTrainer] = {
     "trl": OtherTrainer(trl.NAME, trl.TABLE, trl.MARKS, trl.convert),
     "axolotl": OtherTrainer(axolotl.NAME, axolotl.TABLE, axolotl.MARKS, axolotl.convert),
-    "llama-factory": OtherTrainer(llama_factory.NAME, llama_factory.TABLE, llama_factory.MARKS, llama_factory.convert),
+    LLAMA_FACTORY: OtherTrainer(llama_factory.NAME, llama_factory.TABLE, llama_factory.MARKS, llama_factory.convert),
     TORCHTUNE: OtherTrainer(torchtune.NAME, torchtune.TABLE, (), torchtune.convert),
     NEMO: OtherTrainer(nemo.NAME, nemo.TABLE, (), nemo.convert),
     TORCHTITAN: OtherTrainer(torchtitan.NAME, torchtitan.TABLE, (), torchtitan.convert),
@@ -53,6 +53,8 @@ def recognise(tree: Mapping[str, object]) -> str | None:
         return NEMO
     if isinstance(tree.get("training"), Mapping) and len(SECTIONS & set(tree)) > FEWEST:
         return TORCHTITAN
+    if sum(name in tree for name in llama_factory.V1) >= FEWEST or ("train_dataset" in tree and "model" in tree):
+        return LLAMA_FACTORY
     named = {word: sum(name in known.table for name in tree) for word, known in TRAINERS.items()}
     scores = {word: sum(get_value(tree, mark) is not None for mark in known.marks) for word, known in TRAINERS.items()}
     best = max(scores, key=lambda word: (scores[word], named[word]))

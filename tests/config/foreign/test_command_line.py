@@ -75,6 +75,9 @@ def test_commands_of_trl_that_do_not_fine_tune_are_refused(typed: str, command: 
     [
         ("--seed 1 --seed 2", "--seed is given twice"),
         ("a.yaml b.yaml", "one"),
+        ("NPROC_PER_NODE=8 swift sft --model a --dataset b", r"ms-swift(.|\n)*swift sft"),
+        ("megatron sft --model a --micro_batch_size 1", r"ms-swift(.|\n)*megatron sft"),
+        ("torchrun launch.py loss=sft ++lr=1e-6", r"HALOs(.|\n)*shardtune train loss=sft \+\+lr=1e-6"),
         ("torchrun --nnodes 1 --nnodes=2 sft.py", "--nnodes is given twice"),
         ("tune run lora_dpo_single_device --config a.yaml", "no supervised fine-tuning"),
         ("tune run", "the recipe of tune run is missing"),

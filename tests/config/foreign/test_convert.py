@@ -89,6 +89,7 @@ def test_the_fewest_keys_are_enough_and_an_empty_value_is_the_default(of, traine
         ("axolotl", {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "masked tokens"),
         ("torchtune", {"optimizer": None, "dataset": None, "tasks": ["x"]}, "does not train"),
         ("llama-factory", {"stage": "dpo"}, "stage: dpo"),
+        ("llama-factory", {"peft_config": {"name": "lora"}}, "v1 trainer"),
         ("torchtune", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss"),
         ("nemo", {"recipe": "TrainEagle3Recipe"}, "TrainEagle3Recipe"),
         ("torchtitan", {"model": {"name": "flux"}}, "draws images"),
@@ -133,6 +134,16 @@ def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
     for keys, says in (("distributed_type: FSDP", "accelerate"), ("zero_optimization: {stage: 3}", "DeepSpeed")):
         (tmp_path / "x.yaml").write_text(f"{keys}\nb: 2\n")
         with pytest.raises(ConfigError, match=f"a file of {says}(.|\n)*shardtune convert .*x.yaml"):
+            convert(CommandLine(tmp_path / "x.yaml"))
+    for keys, says in (
+        ("cluster: {num_nodes: 1}\nactor: {model: {model_path: '${oc.env:NOT_SET}'}}", "of RLinf"),
+        ("exp_name: ???\nn_epochs: 1\nlocal_run_dir: '${exp_name}'", r"value is \?\?\?(.|\n)*defaults"),
+        ("model: org/model\ndataset: [org/rows]\nlora_rank: 8\nlearning_rate: 1e-4\nwarmup_ratio: 0.1", "of ms-swift"),
+        ("model_type: qwen\nsft_type: lora\ndataset: org/rows", "of ms-swift"),
+        ("model: org/model\ntrain_dataset: rows.yaml\nlearning_rate: 1e-4\nbf16: false", "v1 trainer"),
+    ):
+        (tmp_path / "x.yaml").write_text(f"{keys}\n")
+        with pytest.raises(ConfigError, match=says):
             convert(CommandLine(tmp_path / "x.yaml"))
     (tmp_path / "x.toml").write_text("[training]\nsteps = x\n")
     with pytest.raises(ConfigError, match=r"no TOML(.|\n)*x.toml"):

@@ -13,7 +13,7 @@ import pytest
 from transformers import TrainingArguments
 
 from shardtune.config import KEYS
-from shardtune.config.foreign import trl
+from shardtune.config.foreign import rlinf, trl
 from shardtune.config.foreign.hints import hint
 from shardtune.config.foreign.launch_keys import PREFIXES, SHORT, SWITCHES, TABLES
 from shardtune.config.foreign.rows import ROLES
@@ -27,6 +27,7 @@ from shardtune.errors import ConfigError
 OURS = re.compile(r"\b(?:runner|actor|data|eval)\.[a-z_]+(?:\.[a-z_0-9]+)*")
 ENTRIES = [(word, name, entry) for word, known in TRAINERS.items() for name, entry in known.table.items()]
 ENTRIES += [(word, name, entry) for word, table in TABLES.items() for name, entry in table.items()]
+ENTRIES += [(rlinf.NAME, name, entry) for name, entry in rlinf.TABLE.items()]
 ENTRIES += [("accelerate", name, entry) for name, entry in PREFIXES.items()]
 
 
@@ -118,6 +119,9 @@ def test_names_that_are_suggested_elsewhere_lead_to_the_same_keys():
         ("gradient_checkpointing: true", "write model.gradient_checkpointing: true"),
         ("actor: {load_in_8bit: true}", "there are no eight"),
         ("optim: adamw_torch", "optim.name: AdamW"),
+        ("cluster: {num_nodes: 1}", "leave it out; cluster of RLinf"),
+        ("actor: {fsdp_config: {mixed_precision: {param_dtype: bf16}}}", "write actor.model.precision: bf16"),
+        ("actor: {optim: {total_training_steps: 6000}}", "follows from runner.max_epochs or runner.max_steps"),
     ],
 )
 def test_an_unknown_key_of_another_trainer_is_answered_with_the_line_to_write(load_text, given: str, remedy: str):

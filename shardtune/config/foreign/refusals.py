@@ -1,0 +1,108 @@
+"""Files and commands that are recognised, and not converted: of launchers, and of programs without a table here."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardtune.config.foreign import rlinf
+from shardtune.errors import ConfigError
+
+SWIFT = "ms-swift"
+SWIFT_COMMANDS = ("swift", "megatron")
+"""The words that its commands begin with: `swift sft`, `megatron sft`."""
+SWIFT_MARKS = (
+    *(
+        "tuner_type",
+        "train_type",
+        "sft_type",
+        "split_dataset_ratio",
+        "model_author",
+        "attn_impl",
+        "custom_dataset_info",
+    ),
+    *("freeze_vit", "freeze_llm", "freeze_aligner", "val_dataset", "cached_dataset", "loss_scale", "target_modules"),
+)
+HYDRA_SCRIPT = "launch.py"
+"""HALOs' script, whose arguments are keys with values (`loss=sft`)."""
+LAUNCHED = {
+    ("distributed_type", "compute_environment"): (
+        "accelerate",
+        "accelerate launch --config_file {} train.py --config FILE",
+    ),
+    ("zero_optimization", "zero_allow_untested_optimizer"): ("DeepSpeed", "train.py --deepspeed {} --learning_rate …"),
+}
+"""Keys of files beside a trainer's own -> whose they are, and the words to convert with them."""
+
+
+def refuse_file(tree: Mapping[str, object], shown: str) -> None:
+    """Refuse a configuration of ms-swift or of RLinf.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if _is_swift(tree):
+        raise _no_swift(shown)
+    if any(isinstance(tree.get(name), Mapping) for name in rlinf.SECTIONS) and isinstance(tree.get("actor"), Mapping):
+        raise ConfigError(
+            f"this is a file of {rlinf.NAME}, most of whose keys are the same here: it is read as it is",
+            where=shown,
+            remedy="copy it; shardtune train COPY --dry-run lists each key that is another one here, with what to "
+            "write; docs/coming-from.md (RLinf) has them all",
+        )
+
+
+def refuse_launcher(tree: Mapping[str, object], shown: str) -> None:
+    """Refuse a file of a launcher, which has no keys of a trainer.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    for marks, (program, words) in LAUNCHED.items():
+        if any(mark in tree for mark in marks):
+            raise ConfigError(
+                f"this is a file of {program}: it starts a run, and the keys of the training are in another one",
+                where=shown,
+                remedy=f"convert both: shardtune convert {words.format(shown)}",
+            )
+
+
+def refuse_command(words: Sequence[str], given: Sequence[str]) -> None:
+    """Refuse a command of ms-swift, or of a script with Hydra's `key=value`.
+
+    Args:
+        words: the command.
+        given: its words behind the launcher and the script.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if words[:1] and words[0] in SWIFT_COMMANDS and not Path(words[0]).exists():
+        raise _no_swift(" ".join(words[:2]))
+    keys = [word for word in given if "=" in word and not word.startswith("-") and not Path(word).exists()]
+    if keys and len(keys) == len(given) and any(Path(word).name == HYDRA_SCRIPT for word in words):
+        raise ConfigError(
+            f"{HYDRA_SCRIPT} with key=value is HALOs' command, which needs no conversion",
+            where=shlex.join(words),
+            remedy=f"shardtune train {shlex.join(keys)}",
+        )
+
+
+def _is_swift(tree: Mapping[str, object]) -> bool:
+    """Whether keys are those of ms-swift: `model` is a name there, and `dataset` is beside it."""
+    marks = sum(name in tree for name in SWIFT_MARKS)
+    is_named = isinstance(tree.get("model"), str) or "model_type" in tree
+    return (
+        is_named
+        and not {"model_name_or_path", "base_model"} & set(tree)
+        and ("dataset" in tree or marks > 1 or "tuner_type" in tree)
+    )
+
+
+def _no_swift(where: str) -> ConfigError:
+    return ConfigError(
+        f"this is a configuration of {SWIFT}, which is not converted",
+        where=where,
+        remedy="write a recipe by the table of docs/coming-from.md (ms-swift), which has its keys and defaults",
+    )
