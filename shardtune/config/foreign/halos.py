@@ -8,6 +8,7 @@ from shardtune.config.halos import DERIVED, EVAL, FACTS, PEFT, RENAMED, SHARED, 
 from shardtune.config.layers import Layer
 from shardtune.config.overrides import CHOOSING, LISTS
 from shardtune.config.tree import flatten
+from shardtune.errors import ConfigError
 
 NAME = "HALOs"
 MARKS = (
@@ -17,7 +18,19 @@ MARKS = (
 
 
 def convert(c: Conversion) -> None:
-    """Read a configuration of HALOs, by the same rules as `shardtune train`."""
+    """Read a configuration of HALOs, by the same rules as `shardtune train`.
+
+    Raises:
+        ConfigError: its loss is another than that of supervised fine-tuning.
+    """
+    for name, fine_tuning in (("loss.name", "sft"), ("loss.dataloader", "SFTDataLoader")):
+        if c.get(name, fine_tuning) != fine_tuning:
+            raise ConfigError(
+                f"{name}: {c.get(name)} is no supervised fine-tuning",
+                where=name,
+                remedy="shardtune trains loss=sft; keep HALOs for other losses, or write the method on the engine "
+                "(docs/your-method.md)",
+            )
     found = translate([Layer(c.tree, "halos")])
     for layer in found.layers:
         for key, value in flatten(layer.tree).items():

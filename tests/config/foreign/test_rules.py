@@ -15,6 +15,7 @@ from transformers.optimization import get_scheduler
 from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.conversion import Kind
 from shardtune.config.foreign.convert import convert
+from shardtune.errors import ConfigError
 from tests.config.foreign.conftest import rates_here, value
 
 STEPS, RATE = 40, 2e-4
@@ -397,6 +398,10 @@ def test_the_attention_and_the_dtype_of_halos_are_said(tmp_path: Path):
         assert value(found, "actor.model.attn_implementation") == attention
         assert ("pure_bf16" in found.report) == in_bf16
         assert "as here" not in found.report
+    for loss in ("name: dpo", "dataloader: PairedPreferenceDataLoader"):
+        (tmp_path / "halos.yaml").write_text(f"{keys}loss: {{{loss}}}\n")
+        with pytest.raises(ConfigError, match="is no supervised fine-tuning"):
+            convert(CommandLine(tmp_path / "halos.yaml"))
 
 
 @pytest.mark.parametrize(
