@@ -26,7 +26,7 @@ from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.pretrained import settings_directory
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.optim.build import build_optimizer, check_optimizer
-from shardtune.optim.quantized_state import codes
+from shardtune.optim.quantized_state import codes, full_dtype
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
@@ -298,8 +298,8 @@ class _Step:
                     starts=weights.starts,
                     outer=outer_parameters(model),
                 )
-                if actor.optim.ema_decay is not None:
-                    ledger.label(AveragedWeights(weights, actor.optim.ema_decay).parts, AVERAGE)
+                average = None if actor.optim.ema_decay is None else AveragedWeights(weights, actor.optim.ema_decay)
+                ledger.label(average.parts if average is not None else (), AVERAGE)
                 _first_update(ledger, weights, optimizer)
                 _step(ledger, root, weights, self.micro_batches, self.compute)
         beside = [(BUFFERS, buffer.nbytes) for buffer in model.buffers()]
@@ -338,7 +338,7 @@ def _first_update(ledger: Ledger, weights: Weights, optimizer: torch.optim.Optim
     """The optimizer's states, which its first step makes."""
     ledger.phase = UPDATE
     for parameter in weights.trainable().values():
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.empty_like(parameter, dtype=full_dtype(parameter))
     ledger.label((parameter.grad for parameter in weights.trainable().values()), GRADIENTS)
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]

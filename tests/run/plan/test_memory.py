@@ -18,7 +18,7 @@ from shardtune.run.plan import plan as planning
 from shardtune.run.plan.known_shapes import KnownShapes
 from shardtune.run.plan.ledger import Ledger, as_on_cuda
 from shardtune.run.plan.plan import Planner, planner
-from shardtune.run.plan.simulation import MOMENTS, WEIGHTS
+from shardtune.run.plan.simulation import AVERAGE, MOMENTS, WEIGHTS
 from shardtune.run.plan.timeline import fullest
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.quantized import FP8_SETTINGS
@@ -147,6 +147,14 @@ def test_a_base_is_planned_in_the_dtype_of_its_files(tiny: Tiny, tmp_path: Path)
     weights = {name: memory[WEIGHTS] for name, memory in found.items() if memory is not None}
     assert weights["bf16"] == weights["config"] == pytest.approx(weights["fp32"] / 2, rel=0.05)
     assert weights["quantised"] == weights["fp32"]
+
+
+def test_weights_in_bf16_and_their_average_are_planned_on_ranks(tiny: Tiny) -> None:
+    """Gradients of shards are in fp32, and so is the average, which takes twice the memory of the weights."""
+    found = plans(tiny, "model.precision=pure_bf16", "optim.ema_decay=0.9", ranks=2).plan()
+    assert not found.notes
+    assert found.memory is not None
+    assert found.memory[AVERAGE] == 2 * found.memory[WEIGHTS]
 
 
 @pytest.mark.lengthy
