@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ from shardtune.checkpoint.hf_save import save_pretrained
 from shardtune.checkpoint.quantized.bitsandbytes import FourBitTensor
 from shardtune.checkpoint.quantized.read import check_is_plain, dequantized_weights, described
 from shardtune.checkpoint.random_init import initialise_weights
+from shardtune.checkpoint.rounded_weights import rounding_notes
 from shardtune.checkpoint.weight_files import WeightTensor, has_weights
 from shardtune.errors import ModelError
 from shardtune.models.lora.attach import BaseTensor, base_tensors
@@ -53,7 +54,7 @@ class LoadReport:
         loaded: how many tensors of the model were filled.
         unexpected: names on disk that the model has no place for (they were not read).
         missing: names in the model that are not on disk, and have no values yet.
-        notes: for the user, on what was dequantised.
+        notes: for the user, on what was dequantised or rounded.
     """
 
     loaded: int
@@ -112,6 +113,8 @@ def load_weights(
             type(model).__name__.removeprefix("FSDP"),
             _few(unexpected),
         )
+    if dtype.itemsize < 4:
+        notes += rounding_notes(_read_pairs(assignments, targets), model_path)
     return LoadReport(loaded, tuple(unexpected), tuple(missing), (*notes, *_nf4_notes(assignments, targets)))
 
 
@@ -156,6 +159,15 @@ def _matched(
     growable = {id(tensor): dim for tensor, dim in growing(model).items()} if grow else {}
     _check_shapes(assignments, targets, growable)
     return assignments, unexpected, described(stored, quantization, model_path)
+
+
+def _read_pairs(
+    assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor]
+) -> Iterator[tuple[WeightTensor, torch.Tensor]]:
+    """The tensors on disk, each with the one that was made of it."""
+    for made in assignments:
+        for source in chain.from_iterable(made.sources.values()):
+            yield source, targets[made.target].tensor
 
 
 def _nf4_notes(assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor]) -> list[str]:

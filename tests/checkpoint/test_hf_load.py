@@ -95,6 +95,22 @@ def test_weights_are_cast_as_they_are_read(tmp_path: Path, kind: str, on_disk: t
     assert torch.equal(tiny.logits(model), tiny.logits(theirs))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_weights_that_are_rounded_as_they_are_read_are_noted(tmp_path: Path, exact: bool) -> None:
+    """Files in fp32 may hold what bf16 holds too, such as those of a run whose weights are in bf16."""
+    tiny.saved("gemma3", tmp_path, torch.bfloat16 if exact else torch.float32)
+    if exact:
+        file = tmp_path / "model.safetensors"
+        save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        found[dtype] = load_weights(tiny.empty(tiny.config("gemma3"), dtype), tmp_path, dtype=dtype).notes
+    assert found[torch.float32] == ()
+    assert [
+        note.partition(" is the first")[0].count("float32, of which bfloat16") for note in found[torch.bfloat16]
+    ] == ([] if exact else [1])
+
+
 def test_several_files_in_and_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_file, "_BUFFER_BYTES", 200)
     reference = tiny.saved("mixtral", tmp_path / "in", max_shard_size="12KB")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from shardtune.checkpoint.hf_load import initialise_weights, load_weights
 from shardtune.checkpoint.module_weights import Supply, check_names, in_files, load_plain
 from shardtune.checkpoint.random_init import initialise_some
+from shardtune.checkpoint.rounded_weights import rounding_notes
+from shardtune.checkpoint.weight_files import WeightTensor
 from shardtune.config.parameter_patterns import matching
 from shardtune.config.shown import as_written
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
@@ -257,6 +259,8 @@ def load_initial_weights(
             notes += load_weights(part, path, root=root, **form).notes
         load_plain(model, found.supplies, **found.name_check())
         notes += found.notes
+        if dtype.itemsize < 4:
+            notes += rounding_notes(found.pairs(model), ", ".join(found.origins))
     return notes
 
 
@@ -298,6 +302,13 @@ class _Found:
     whole: dict[str, Path]
     origins: list[str]
     notes: list[str]
+
+    def pairs(self, model: nn.Module) -> Iterator[tuple[WeightTensor, torch.Tensor]]:
+        """The tensors on disk, each with the model's of its name."""
+        for base in base_tensors(model):
+            supply = self.supplies.get(base.name)
+            if supply is not None and supply.stored is not None:
+                yield supply.stored, base.tensor
 
     def name_check(self) -> NameCheck:
         """The arguments of messages about names that do not fit."""

@@ -14,7 +14,7 @@ from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.distillation import TeacherLogits, TopTokens
 from shardtune.models.teacher import teacher_recipe
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, SUM_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
@@ -68,7 +68,7 @@ class ShardedTeacher:
             experts=parallel.experts,
             offload=actor.fsdp_config.cpu_offload,
         )
-        master, frozen = MASTER_DTYPE[precision], COMPUTE_DTYPE[precision]
+        master, frozen = SUM_DTYPE[precision], COMPUTE_DTYPE[precision]
         if values:
             form = {"dtype": master, "frozen": frozen, "device": ranks.device, "ranks": ranks}
             self.notes += load_initial_weights(path, model, self.root, build=adapter.build, seed=seed, **form)
