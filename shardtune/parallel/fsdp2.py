@@ -30,10 +30,10 @@ from shardtune.parallel.direct_use import ShardedOperands
 from shardtune.parallel.free_memory import free_bytes
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.generation import alone
-from shardtune.parallel.half_products import add_converted
 from shardtune.parallel.parts import Gathering, gather_for_parts
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.same_call import SameCall
+from shardtune.parallel.shown_gradients import ShownGradients
 from shardtune.parallel.torch_private import (
     count_calls,
     initialise_root,
@@ -230,6 +230,7 @@ class Weights:
         self._apart: list[str] = []
         self._narrowed: list[str] = []
         self._hooks: list[RemovableHandle] = []
+        self._shown = ShownGradients()
         full = full_precision_parameters(model)
         for name in self._whole if compute != master else ():
             parameter = self._computed[name]
@@ -240,7 +241,7 @@ class Weights:
                 self._narrowed.append(name)
             else:
                 self._apart.append(name)
-                self.parameters[name], hook = _keep_master(parameter, compute)
+                self.parameters[name], hook = _keep_master(parameter, compute, self._shown)
                 self._hooks += [hook] if hook is not None else []
         self._sum_in_full()
         self._num_copies = {name: self._copies(name) for name in self.parameters}
@@ -688,6 +689,17 @@ class Weights:
         if self.on_ranks:
             self.unit_calls.clear()
 
+    def showing_gradients(self) -> AbstractContextManager[None]:
+        """Inside, a user's own loop finds gradients at the model's parameters, and what it does with them counts."""
+        return self._shown.showing(self._pairs())
+
+    def settle_gradients(self) -> None:
+        """Take over what a user's own loop has done with gradients at the model's parameters."""
+        self._shown.settle(self._pairs())
+
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [(self._computed[name], self.parameters[name]) for name in self._apart]
+
     def begin_backward(self) -> None:
         """Let a backward pass of a user's begin with the gradients that parameters have then: its own, or none."""
 
@@ -706,18 +718,13 @@ def _widen_gradient(dtype: torch.dtype, parameter: torch.Tensor) -> None:
         parameter.grad = parameter.grad.to(dtype)
 
 
-def _keep_master(parameter: nn.Parameter, compute: torch.dtype) -> tuple[nn.Parameter, RemovableHandle | None]:
+def _keep_master(
+    parameter: nn.Parameter, compute: torch.dtype, shown: ShownGradients
+) -> tuple[nn.Parameter, RemovableHandle | None]:
     """Turn a parameter to half precision in place; returns its full-precision master and the hook that feeds it."""
     master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
     parameter.data = parameter.data.to(compute)
 
-    def take_gradient(computed: torch.Tensor) -> None:
-        assert computed.grad is not None
-        if master.grad is None:
-            master.grad = computed.grad.to(master.dtype)
-        else:
-            add_converted(master.grad, computed.grad)
-        computed.grad = None
-
-    hook = parameter.register_post_accumulate_grad_hook(take_gradient) if parameter.requires_grad else None
+    take = partial(shown.take, master)
+    hook = parameter.register_post_accumulate_grad_hook(take) if parameter.requires_grad else None
     return master, hook

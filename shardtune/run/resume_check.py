@@ -56,6 +56,8 @@ FREE = (
     "eval.video_format",
 )
 """Keys that affect location, speed or logging of a run, but not its numerics."""
+HELD_BITS = {"pure_bf16": 16, "bf16": 32, "fp16": 32, "fp32": 32, "fp64": 64}
+"""Of a weight in checkpoints, by precision."""
 LEFT_OUT = "left_out"
 LARGER = ("runner.max_epochs", "runner.max_steps")
 """Keys that may grow: the run is extended."""
@@ -85,6 +87,20 @@ def goes_on(old: Recipe, new: Recipe) -> bool:
     return any(has_grown(key, old, new) for key in LARGER) or old.runner.early_stop != new.runner.early_stop
 
 
+def _check_precision(old: Recipe, recipe: Recipe, run_dir: Path) -> None:
+    """Refuse a precision that does not hold the weights of the checkpoints, whatever changes are allowed."""
+    was, is_now = old.actor.model.precision, recipe.actor.model.precision
+    if HELD_BITS[is_now] < HELD_BITS[was]:
+        raise CheckpointError(
+            f"actor.model.precision: {was} -> {is_now}: the run's checkpoints hold weights of {HELD_BITS[was]} bits, "
+            f"and {is_now} keeps {HELD_BITS[is_now]}",
+            where=str(run_dir),
+            remedy="choose another runner.logger.experiment_name and begin with the weights of this run "
+            "(actor.model.model_path: its final/, or an export of a checkpoint), or start over with "
+            "runner.overwrite=true",
+        )
+
+
 def check_changes(
     old: Recipe, recipe: Recipe, run_dir: Path, from_environment: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
@@ -107,6 +123,7 @@ def check_changes(
         if not same:
             before[key], now[key] = f"what {old.references.get(key)} was", str(recipe.references.get(key, "a value"))
     refused, notes = [], []
+    _check_precision(old, recipe, run_dir)
     for key in sorted(before.keys() | now.keys()):
         was, is_now = before.get(key), now.get(key)
         if was == is_now or is_free(key):

@@ -121,6 +121,10 @@ def test_more_steps_go_on_too_and_fewer_are_refused(tiny: Tiny) -> None:
         ({"actor__optim__lr": 0.1}, ["actor.optim.lr: 0.001 -> 0.1", "allow_changes=[actor.optim.lr]"]),
         ({"runner__seed": 1, "data__max_length": 64}, ["runner.seed: 42 -> 1", "data.max_length: 96 -> 64"]),
         ({"actor__model__precision": "bf16"}, ["actor.model.precision: fp32 -> bf16"]),
+        (
+            {"actor__model__precision": "pure_bf16", "runner__allow_changes": ["actor.model.precision"]},
+            ["fp32 -> pure_bf16: the run's checkpoints hold weights of 32 bits", "begin with the weights of this run"],
+        ),
     ],
 )
 def test_another_recipe_is_refused_with_both_values_and_the_ways_on(tiny: Tiny, changes: dict, told: list[str]) -> None:

@@ -47,6 +47,7 @@ class OwnUpdates:
                 where=self.method,
                 remedy="call it once for an update, after its last backward pass",
             )
+        self.weights.settle_gradients()
         self._sum()
         self.clipped, norm = True, self.weights.gradient_norm()
         if max_norm is not None:
@@ -55,6 +56,7 @@ class OwnUpdates:
 
     def count(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a call of `step`, before it, and make its gradients those of all ranks."""
+        self.weights.settle_gradients()
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             self.with_gradient += 1
         else:
@@ -119,7 +121,8 @@ def watched(
 
     hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     try:
-        yield
+        with weights.showing_gradients():
+            yield
     finally:
         for hook in hooks:
             hook.remove()
