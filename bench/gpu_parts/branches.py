@@ -69,6 +69,7 @@ FILES: Mapping[str, str] = {
     "models/objectives/log_probs.py": "log-probabilities, out_dtype",
     "models/packed_attention.py": "varlen, flex",
     "optim/build.py": "fused",
+    "optim/low_bit.py": "weights in bf16",
     "parallel/flash_pieces.py": "ring attention, pieces",
     "parallel/free_memory.py": "memory and peak of the device",
     "parallel/fsdp2.py": "FSDP2 on one rank, offload, waits",
