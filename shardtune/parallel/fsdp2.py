@@ -258,7 +258,7 @@ class Weights:
         if self._master == self._sums:
             return
         for module in self._sharded:
-            keep_reduced_dtype(module)
+            keep_reduced_dtype(module, self._sums)
         for parameter in self.parameters.values():
             if parameter.dtype != self._master:
                 continue

@@ -552,21 +552,27 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     return vars(state).get("_fsdp_param_groups") or [group for group in [state._fsdp_param_group] if group]
 
 
-def keep_reduced_dtype(unit: FSDPModule) -> None:
+def keep_reduced_dtype(unit: FSDPModule, dtype: torch.dtype) -> None:
     """Let a unit's weights, if they are in half precision, have gradients in the dtype in which ranks sum them.
 
-    FSDP2 rounds these sums to the dtype of the weights, which it notes anew whenever a method of its gathers them. The
-    weights have to have this `grad_dtype`.
+    FSDP2 rounds these sums to the dtype of the weights, which it notes anew whenever a method of its gathers them: for
+    a group of weights, or for each (torch 2.15).
+
+    Args:
+        unit: of an initialised root.
+        dtype: that the weights have as `grad_dtype`.
     """
     for group in _groups_of(unit):
-        group._init_mp_dtypes = partial(_init_reduced_dtypes, group, group._init_mp_dtypes)
+        vars(group)["_init_mp_dtypes"] = partial(_init_reduced_dtypes, group, group._init_mp_dtypes, dtype)
         group._init_mp_dtypes()
 
 
-def _init_reduced_dtypes(group: Any, init: Callable[[], None]) -> None:
+def _init_reduced_dtypes(group: Any, init: Callable[[], None], dtype: torch.dtype) -> None:
     init()
-    if group._orig_dtype is not None:
-        group._orig_dtype = group.mp_policy.reduce_dtype
+    if vars(group).get("_orig_dtype") is not None:
+        group._orig_dtype = dtype
+    for each in group.fsdp_params:
+        vars(each)["sharded_grad_dtype"] = dtype
 
 
 def offloaded_parameters(root: nn.Module) -> set[int]:
