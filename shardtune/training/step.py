@@ -181,7 +181,7 @@ def accumulate(
             output, beside = read_train_output(output, batch)
         check_weights(output, batch.weights)
         with recomputing():
-            objective(output, denominators, scale).backward()
+            weights.backward(objective(output, denominators, scale))
         for name, loss in output.items():
             # A GPU adds a scalar of the CPU to its own without being waited for; it would be to move the scalar.
             totals[name] = totals[name] + loss.total.detach().double()

@@ -54,10 +54,22 @@ class Net(nn.Module):
             parameter.requires_grad_(f".pair.{batch.frozen}." not in name)
         x = batch.x.to(next(self.heads.parameters()).dtype)
         x = x * self.heads[0].weight if batch.begins else x
+        x = x + self._steepest(x, batch) if batch.perturbed else x
         for block in batch.blocks:
+            if block in batch.dropped:
+                self.blocks[block](x, batch.layers)
+                continue
             x = self.blocks[block](x, () if block in batch.skipped else batch.layers)
             x = x * 0.9 if block in batch.skipped else x.mul_(0.9)
         return LossSum(torch.stack([self.heads[head](x).square().sum() for head in batch.heads]).sum(), 1.0)
+
+    def _steepest(self, x: torch.Tensor, batch: Rows) -> torch.Tensor:
+        """The gradient for the inputs, as adversarial training adds it to them; its graph is freed."""
+        x = given = x.detach().requires_grad_()
+        for block in batch.blocks:
+            x = self.blocks[block](x)
+        (slope,) = torch.autograd.grad(x.sum(), given)
+        return slope
 
 
 @dataclass
@@ -68,6 +80,8 @@ class Rows:
         blocks: the units that are called, in order.
         layers: that each of them uses.
         skipped: those that use none.
+        dropped: those whose output the loss leaves out.
+        perturbed: whether a first backward pass finds what is added to the inputs.
         heads: that are used.
         begins: whether a weight outside of all units is used before the first of them.
         frozen: the layer of every block that is frozen in this micro-batch.
@@ -76,6 +90,8 @@ class Rows:
     blocks: Sequence[int] = (0, 1, 2)
     layers: Sequence[int] = (0, 1)
     skipped: Sequence[int] = ()
+    dropped: Sequence[int] = ()
+    perturbed: bool = False
     heads: Sequence[int] = (0, 1)
     begins: bool = False
     frozen: int | None = None
@@ -162,6 +178,7 @@ HEADS = [[Rows(heads=(0,))], [Rows(heads=(1,))]]
 SKIPPED = [[Rows(skipped=(1,))], [Rows()]]
 FIRST_SKIPPED = [[Rows(skipped=(0,)), Rows()], [Rows(), Rows()]]
 ALL_SKIPPED = [[Rows(skipped=(0, 1, 2))], [Rows()]]
+DROPPED = [[Rows(dropped=(1,)), Rows()], [Rows(), Rows(dropped=(0, 2))]]
 FROZEN = [[Rows(), Rows(layers=(1,), frozen=0)], [Rows(layers=(1,)), Rows(layers=(1,), frozen=0)]]
 LAYERS = [[Rows(layers=(1,))], [Rows(layers=(0,))]]
 SWAPPED_HEADS = [[Rows(heads=(0,)), Rows(heads=(1,))], [Rows(heads=(1,)), Rows(heads=(0,))]]
@@ -197,6 +214,12 @@ ALIKE: dict[str, Case] = {
     "no layer of a unit on one rank, gathered ahead": Case(SKIPPED, prefetch=2),
     "no layer of any unit on one rank, gathered ahead": Case(ALL_SKIPPED, prefetch=2),
     "a weight outside of units before the first on one rank": Case([[Rows(), Rows(begins=True)], [Rows(), Rows()]]),
+    "the output of a unit left out on one rank": Case(DROPPED),
+    "the output of a unit left out on one rank, checkpoints, copies": Case(DROPPED, COPIES, checkpoints=True),
+    "the output of a unit left out on one rank, summed after each": Case(DROPPED, each=True, prefetch=2),
+    "the output of a unit left out on all ranks": Case(both(Rows(dropped=(1,)), Rows(dropped=(1,)))),
+    "the outputs of all units left out on one rank": Case([[Rows(dropped=(0, 1, 2))], [Rows()]], reshard=False),
+    "a backward pass inside the forward": Case(both(Rows(perturbed=True), Rows())),
     "no layer of a unit": Case([SKIPPED[0], SKIPPED[0]]),
     "a layer of one rank that is frozen before the sum": Case(FROZEN),
     "in half precision": Case(SWAPPED_HEADS, precision="bf16"),
@@ -228,6 +251,7 @@ DIFFERENT: dict[str, tuple[Case, str]] = {
 FURTHER = (
     "kept between forward and backward", "FSDP1, kept", "a unit in one micro-batch", "heads in other micro-batches",
     "another head, copies", "heads in another order, summed after each", "another layer", "another layer, kept",
+    "the output of a unit left out on one rank, checkpoints, copies", "the output of a unit left out on all ranks",
     "no layer of a unit on one rank, copies", "no layer of a unit on one rank, summed after each",
     "no layer of a unit on one rank, then not called", "FSDP1, no layer of a unit on one rank", "no layer of a unit",
     "FSDP1, no layer of the first unit on one rank, in half precision", "in half precision",
