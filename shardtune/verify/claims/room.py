@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from threading import Condition
 
+import psutil
 import torch
 
 from shardtune.errors import ParallelError
@@ -18,11 +19,15 @@ LARGER = 4
 """At most so many times the memory of one run is what another takes: one in bf16, the other in fp64."""
 
 
-class Room:
-    """As many ranks as there are cores, or one run of more ranks alone.
+def own_bytes() -> int:
+    """What this process holds in memory."""
+    return psutil.Process().memory_info().rss
 
-    On GPUs, of which the first is in each run, one run at a time; once one has ended, as many more as there is memory
-    for by what it took.
+
+class Room:
+    """One run; once it has shown what it takes, as many ranks as there are cores and memory for.
+
+    On GPUs the first is in each run, so there runs count and not ranks, and the memory is that GPU's.
 
     Args:
         device: `runner.device`.
@@ -38,8 +43,9 @@ class Room:
         except ParallelError:  # the run's own message is better
             first = torch.device("cpu")
         self.on_gpu = first.type == "cuda"
-        self._memory = free_bytes(first) if self.on_gpu else 0
-        self._count = 1 if self.on_gpu else self._cores
+        self._memory = free_bytes(first)
+        self._libraries = 0 if self.on_gpu else own_bytes()  # of each process, as of this one
+        self._count, self._weighed = 1, False
         self._used, self._changed = 0, Condition()
 
     def has_room(self, ranks: int) -> bool:
@@ -58,21 +64,26 @@ class Room:
             self._used -= taken
             self._changed.notify_all()
 
+    def weigh_running(self, log: Path) -> None:
+        """`weigh` of a run that goes on, on processors, where it begins alone; a GPU's has to have ended."""
+        if not (self.on_gpu or self._weighed):
+            self.weigh(log)
+
     def weigh(self, log: Path) -> None:
-        """Make room for more runs, if they are on GPUs, by the memory that a run has logged; nothing where it has not.
+        """Make room for as many runs as the memory that a run has logged allows; nothing where it has not.
 
         Args:
             log: its `metrics.jsonl`.
         """
-        if not self.on_gpu:
-            return
         try:
             peak = max(json.loads(line).get(PEAK, 0.0) for line in log.read_text().splitlines())
         except (OSError, ValueError):  # it has logged nothing, or was killed within a line
             return
         if peak > 0.0:
-            others = int(self._memory / (LARGER * peak * 1e9)) - 1  # one is the plain run, in this process
+            own = max(0.0, peak * 1e9 - self._libraries)
+            others = int(self._memory / (LARGER * own + self._libraries)) - 1  # one is the plain run, in this process
             with self._changed:
+                self._weighed = True
                 self._count = max(1, min(self._cores, others))
                 self._changed.notify_all()
 

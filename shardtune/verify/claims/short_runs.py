@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,8 @@ from shardtune.verify.claims.short_recipe import shortened
 from shardtune.verify.result import Failed, Skipped
 
 LAST_LINES = 12
+SECONDS_BETWEEN = 0.5
+"""Between two looks at what a run has logged."""
 UNREPEATABLE = "does not have a deterministic implementation"
 """In torch's error where an operation has no kernel that repeats its bits."""
 OF_OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -77,6 +80,13 @@ class Attempt:
             where=self.run.summary,
             remedy="train the recipe for some steps (runner.max_steps) until this is mended",
         )
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the process has ended, or does within this time."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+            return True
+        return False
 
     def end(self) -> None:
         """End the process if it still runs."""
@@ -239,9 +249,11 @@ class ShortRuns:
             raise Failed(f"{name} ended with exit code {done.returncode}:\n{last}", where=name, remedy=remedy)
 
     def _give_back(self, attempt: Attempt, taken: int) -> None:
-        attempt.process.wait()
+        log = attempt.run.directory / METRICS_FILE
         try:
-            self._room.weigh(attempt.run.directory / METRICS_FILE)
+            while not attempt.ends_within(SECONDS_BETWEEN):
+                self._room.weigh_running(log)
+            self._room.weigh(log)
         finally:
             self._room.give_back(taken)
 

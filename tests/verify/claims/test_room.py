@@ -23,10 +23,29 @@ def counted(made: Room, ranks: int) -> int:
 
 def test_on_processors_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(room, "usable_cores", lambda: 4)
+    monkeypatch.setattr(room, "free_bytes", lambda _: int(80e9))
+    log, made = tmp_path / "metrics.jsonl", Room("cpu")
+    made.weigh_running(log)
+    assert counted(made, 2) == 1, "it has logged nothing"
+    log.write_text(json.dumps({PEAK: 1.0}))
     made = Room("cpu")
-    made.weigh(tmp_path / "metrics.jsonl")
+    made.weigh_running(log)
     assert counted(made, 2) == 2
     assert counted(Room("cpu"), 8) == 1
+
+
+@pytest.mark.parametrize(("peak", "runs"), [(0.5, 16), (3.0, 6), (60.0, 1)])
+def test_on_processors_ranks_share_the_memory(
+    peak: float, runs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """4 x 2.5 GB of each, and half a GB of libraries: 7 in 80 GB, of which one is the plain run."""
+    monkeypatch.setattr(room, "usable_cores", lambda: 16)
+    monkeypatch.setattr(room, "free_bytes", lambda _: int(80e9))
+    monkeypatch.setattr(room, "own_bytes", lambda: int(0.5e9))
+    log, made = tmp_path / "metrics.jsonl", Room("cpu")
+    log.write_text(json.dumps({PEAK: peak}))
+    made.weigh(log)
+    assert counted(made, 1) == runs
 
 
 @pytest.mark.parametrize(
