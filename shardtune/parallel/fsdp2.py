@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -69,6 +70,7 @@ def shard(
     entry_points: Sequence[str] = (),
     experts: Collection[nn.Module] = (),
     offload: bool = False,
+    takes_batches: bool = False,
 ) -> None:
     """Shard `root` in place over the ranks that its layout names, with FSDP2; a single process keeps the plain module.
 
@@ -90,6 +92,8 @@ def shard(
         entry_points: names of further methods of `root` that use its weights.
         experts: modules whose parameters are spread over experts' ranks already; each shards over the others by itself.
         offload: keep weights, gradients and optimizer states in host memory.
+        takes_batches: whether `root` takes whole batches, whose targets, weights and draws keep their precision, and
+            not the inputs of a model, which get the dtype of the computation.
     """
     if ranks.mesh is None:
         return
@@ -107,7 +111,7 @@ def shard(
         fully_shard(
             unit,
             mesh=ranks.expert_mesh["expert_shard"] if unit in experts and ranks.expert_mesh is not None else shards,
-            mp_policy=policy,
+            mp_policy=replace(policy, cast_forward_inputs=not takes_batches) if unit is root else policy,
             reshard_after_forward=reshard_after_forward and unit is not root,
             ignored_params=whole,
             offload_policy=CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy(),

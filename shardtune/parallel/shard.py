@@ -46,6 +46,7 @@ def shard_model(
     entry_points: Sequence[str] = (),
     experts: Collection[nn.Module] = (),
     offload: bool = False,
+    takes_batches: bool = False,
 ) -> Hold:
     """Shard `root` in place by its ranks' layout: with FSDP2 (so DDP too) or FSDP1; arguments as `shard` has them.
 
@@ -83,6 +84,7 @@ def shard_model(
             entry_points=entry_points,
             experts=experts,
             offload=offload,
+            takes_batches=takes_batches,
         )
     _register_recorded_outputs(root)
     if lacks_half_products(ranks.device, COMPUTE_DTYPE[precision]):

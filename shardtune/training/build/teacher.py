@@ -67,6 +67,7 @@ class ShardedTeacher:
             prefetch=actor.fsdp_config.prefetch,
             experts=parallel.experts,
             offload=actor.fsdp_config.cpu_offload,
+            takes_batches=True,
         )
         master, frozen = SUM_DTYPE[precision], COMPUTE_DTYPE[precision]
         if values:

@@ -200,6 +200,7 @@ class ModelState:
             entry_points=self.model.entry_points if isinstance(self.model, AdapterRoot) else (),
             experts=parallel.experts,
             offload=actor.fsdp_config.cpu_offload,
+            takes_batches=isinstance(self.model, AdapterRoot),
         )
         excluded = from_elsewhere(self.inner)
         if checkpoint is None or excluded:

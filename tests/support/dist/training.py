@@ -110,8 +110,12 @@ def save_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **ch
     return folder
 
 
-def save_rows(file: Path, count: int = ROWS, longest: int = 40, seed: int = 0) -> Path:
-    """Ragged conversations of one or two rounds, about 20 to `longest` + 60 tokens."""
+def save_rows(file: Path, count: int = ROWS, longest: int = 40, seed: int = 0, weight: float | None = None) -> Path:
+    """Ragged conversations of one or two rounds, about 20 to `longest` + 60 tokens.
+
+    Args:
+        weight: of the last answer's tokens; None: 1.
+    """
     draw = random.Random(seed)
 
     def words(most: int) -> str:
@@ -119,10 +123,12 @@ def save_rows(file: Path, count: int = ROWS, longest: int = 40, seed: int = 0) -
 
     with file.open("w", encoding="utf-8") as lines:
         for _ in range(count):
-            turns = []
+            turns: list[dict[str, Any]] = []
             for _ in range(draw.choice([1, 1, 2])):
                 turns += [{"role": "user", "content": words(longest // 4)}]
                 turns += [{"role": "assistant", "content": words(longest // 2)}]
+            if weight is not None:
+                turns[-1]["weight"] = weight
             lines.write(json.dumps({"messages": turns}) + "\n")
     return file
 
