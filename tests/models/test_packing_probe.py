@@ -111,6 +111,49 @@ def test_right_models_are_left_alone(tmp_path: Path, kind: str, precision: str) 
     assert worker.adapter.packs
 
 
+class Mixing(nn.Module):
+    """A layer that adds a little of all tokens of a forward to each: rows see each other, packed or in a batch."""
+
+    def __init__(self, inner: nn.Module, size: float) -> None:
+        super().__init__()
+        self.inner, self.size = inner, size
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(hidden)
+        return hidden + self.size * hidden[..., :1].mean()
+
+
+SEEN = "packed rows see each other in this model: one row per forward"
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "precision", "size", "notes"),
+    [
+        ("mixtral", document_attention, "fp64", 4e-12, []),  # moves logits by 3e-13
+        ("mixtral", document_attention, "fp64", 2e-9, [SEEN]),  # by 1e-10
+        ("dense", document_attention, "fp64", 2e-10, [SEEN]),  # by 3e-13
+        ("mixtral", document_attention, "fp32", 5e-5, []),  # by 3e-6
+        ("mixtral", document_attention, "fp32", 5e-3, [SEEN]),  # by 3e-4
+        ("dense", document_attention, "fp32", 3e-3, [SEEN]),  # by 4e-6
+        ("mixtral", leaking, "fp64", 4e-12, [SEEN, BY_LENGTH]),  # in a batch of rows of one length
+    ],
+)
+def test_logits_may_move_by_the_rounding_of_experts_alone(
+    attention: Callable, tmp_path: Path, kind: str, function: Any, precision: str, size: float, notes: list[str]
+) -> None:
+    """When another row changes, experts get other shapes, which kernels may sum in another order; nothing else does."""
+    folder, rows = save_model(kind, tmp_path / "model"), rows_of(tmp_path)
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.model.norm = Mixing(model.model.norm, size)
+    attention(function)
+    values, tokenizer = recipe(folder, rows, actor__model__precision=precision), AutoTokenizer.from_pretrained(folder)
+    worker = SFTWorker(load_recipe(values), model=model, tokenizer=tokenizer, report=quiet)
+    worker.setup()
+    assert worker.notes == notes
+    worker.release()
+
+
 class Convolving(nn.Module):
     """A layer that looks at the token before, in whatever row that is: a state that packing carries across."""
 
