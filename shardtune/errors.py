@@ -7,6 +7,16 @@ from collections.abc import Callable
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that control a terminal, change the direction of text, or are none."""
+LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "gloo/transport",
+    "remote process exited",
+    "connection was likely closed",
+    "failed to recv, got 0 bytes",
+)
+"""Messages of torch's backends when the process at the other end is gone."""
 _NO_TEXT = re.compile(rf"(?:{CONTROL.pattern}|[\ufffd\ue000-\uf8ff])+")
 
 
@@ -86,6 +96,12 @@ class ParallelError(ShardtuneError):
 
 class CheckpointError(ShardtuneError):
     """A checkpoint or run directory cannot be read, written or continued."""
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an error is a consequence of another rank's failure."""
+    text = str(error).lower()
+    return not isinstance(error, ShardtuneError) and any(sign in text for sign in LOST_PEER)
 
 
 class Interrupted(BaseException):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from shardtune.errors import ConfigError, Interrupted, ShardtuneError, printable
+from shardtune.errors import ConfigError, Interrupted, ShardtuneError, lost_a_peer, printable
 from shardtune.launch.exit_codes import note_exit_code
 from shardtune.launch.signals import ignored
 
@@ -22,7 +22,7 @@ def _as_users(error: BaseException) -> BaseException:
     """An error in the user's own code as an error in the user's input; any other as it is."""
     from shardtune.cli.out_of_memory import explain_out_of_memory
     from shardtune.config.user_code import user_fault
-    from shardtune.launch.local import RankFailed, lost_a_peer
+    from shardtune.launch.local import RankFailed
 
     if isinstance(error, SystemExit):
         return _left_by_exit(error)
@@ -100,7 +100,7 @@ def _print(error: BaseException) -> int:
 def _explain(error: BaseException) -> tuple[int, str]:
     """Exit code and message of an error that is not in the user's input."""
     from shardtune.cli.out_of_memory import explain_out_of_memory
-    from shardtune.launch.local import RankFailed, lost_a_peer
+    from shardtune.launch.local import RankFailed
 
     if isinstance(error, RankFailed):
         return error.exit_code, str(error)

@@ -19,8 +19,7 @@ from shardtune.engine.call_watch import CallWatch, end_rank
 from shardtune.engine.pickling import check_sendable, pack, unpack
 from shardtune.engine.rank_module import Order, RankModule
 from shardtune.engine.stops import CallInterrupted, Stops
-from shardtune.errors import ParallelError
-from shardtune.launch.local import lost_a_peer
+from shardtune.errors import ParallelError, lost_a_peer
 from shardtune.launch.watchdog.verdict import StandReport
 from shardtune.parallel.gloo_threads import batch_threads
 from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, close_group, lay_out

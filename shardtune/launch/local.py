@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shardtune.errors import Interrupted, ParallelError, ShardtuneError
+from shardtune.errors import Interrupted, ParallelError, ShardtuneError, lost_a_peer
 from shardtune.launch.cores import threads_of_rank
 from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
 from shardtune.launch.module_process import module_command, module_environment
@@ -35,16 +35,6 @@ RESTARTS = "SHARDTUNE_RESTARTS"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
 """How long ranks may take to notice that another one ended before they are killed."""
-LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "gloo/transport",
-    "remote process exited",
-    "connection was likely closed",
-    "failed to recv, got 0 bytes",
-)
-"""Messages of torch's backends when the process at the other end is gone."""
 
 
 class RankFailed(Exception):
@@ -103,12 +93,6 @@ class RankReport:
     def from_json(cls, text: str) -> RankReport:
         """Read a report that `write_report` wrote."""
         return cls(**json.loads(text))
-
-
-def lost_a_peer(error: BaseException) -> bool:
-    """Whether an error is a consequence of another rank's failure."""
-    text = str(error).lower()
-    return not isinstance(error, ShardtuneError) and any(sign in text for sign in LOST_PEER)
 
 
 def is_launched() -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardtune.errors import Interrupted
+from shardtune.errors import Interrupted, lost_a_peer
 from shardtune.launch.events import last_event, write_event
-from shardtune.launch.local import RankFailed, ReportedError, is_launched, lost_a_peer
+from shardtune.launch.local import RankFailed, ReportedError, is_launched
 
 
 @contextmanager

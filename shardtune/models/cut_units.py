@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from shardtune.errors import ParallelError
-from shardtune.parallel.fp32_compute import NOT_THE_MODELS, in_fp32
+from shardtune.parallel.fp32_compute import in_fp32, may_be_the_models
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.half_products import HALF
 from shardtune.parallel.ranks import Ranks
@@ -94,9 +94,9 @@ class CutUnits:
                     with torch.no_grad():
                         root(batch)  # what FSDP2 prepares in the first forward has to be prepared for this dtype
                 found, used = in_fp32(compute, dtype)
-        except NOT_THE_MODELS:
-            raise
         except Exception as error:  # such as of a loss that needs gradients
+            if not may_be_the_models(error):
+                raise
             found, reason = {}, _in_words(error)
         finally:
             root.train(was_training)
@@ -192,9 +192,9 @@ class _Call:
                 torch.set_rng_state(self._draws)
                 expected = functional_call(self._whole, values | self._buffers, args, kwargs)
             away = max([_apart(output, expected), *(calls.apart for calls in self._known.values())])
-        except NOT_THE_MODELS:
-            raise
         except Exception as error:  # a unit is code of a user's
+            if not may_be_the_models(error):
+                raise
             reason = _in_words(error)
         before = self._found.get(self._name, (0.0, ""))
         self._found[self._name] = (max(before[0], away), before[1] or reason)

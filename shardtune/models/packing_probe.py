@@ -16,7 +16,7 @@ from shardtune.batch import PackedBatch, Sample
 from shardtune.errors import ModelError
 from shardtune.models.adapter import LanguageRoot
 from shardtune.models.mixed_precision import HALF
-from shardtune.parallel.fp32_compute import NOT_THE_MODELS, computing_in_fp32
+from shardtune.parallel.fp32_compute import computing_in_fp32, may_be_the_models
 
 LONGEST = 2048
 """Tokens of a row that the probe computes."""
@@ -140,9 +140,9 @@ def _choose(
             try:
                 with finer.computing():
                     return check(finer)
-            except NOT_THE_MODELS:
-                raise
-            except Exception:  # such as of a kernel for half precision: nothing follows about what it computes in that
+            except Exception as error:  # such as of a kernel for half precision: what it computes in that may be right
+                if not may_be_the_models(error):
+                    raise
                 finer = None
         return True
 
@@ -227,9 +227,11 @@ def _in_fp32(
     try:
         with computing_in_fp32():
             logits = [_reference(root, adapter, row, device) for row in rows]
-    except (*NOT_THE_MODELS, ModelError):
+    except ModelError:
         raise
-    except Exception:  # such as of a kernel for half precision
+    except Exception as error:  # such as of a kernel for half precision
+        if not may_be_the_models(error):
+            raise
         return None
     return Comparison(rows, logits, torch.float32, computing_in_fp32)
 
@@ -244,9 +246,11 @@ def _own_logits(
     """
     try:
         return _reference(root, adapter, row, device)
-    except (*NOT_THE_MODELS, ModelError):
+    except ModelError:
         raise
     except Exception as error:  # a model's code is third-party and may raise anything
+        if not may_be_the_models(error):
+            raise
         raise _cannot_compute(root, row, _named(error), dtype) from error
 
 
@@ -285,9 +289,9 @@ def _obstacle(is_exact: Callable[[], bool], difference: str) -> str:
     """Why a way cannot be used: what it raises, or the given difference; empty if it is exact."""
     try:
         return "" if is_exact() else difference
-    except NOT_THE_MODELS:
-        raise
     except Exception as error:  # a model's code is third-party and may raise anything
+        if not may_be_the_models(error):
+            raise
         return _named(error)
 
 

@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch.distributed import DistError
 from torch.overrides import TorchFunctionMode
 
+from shardtune.errors import lost_a_peer
 from shardtune.parallel.half_products import HALF
 from shardtune.parallel.torch_private import CALLED_THROUGH, casts_inputs, tree_map_only
 
 T = TypeVar("T")
-NOT_THE_MODELS = (torch.OutOfMemoryError, DistError)
-"""Exceptions from which nothing follows about the model."""
 _inside = ContextVar("inside", default=False)
 _TENSOR: Any = torch.Tensor
 _TO_HALF = (_TENSOR.half, _TENSOR.bfloat16)
@@ -63,10 +62,15 @@ def in_fp32(compute: Callable[[], T], dtype: torch.dtype) -> tuple[T, torch.dtyp
     try:
         with computing_in_fp32():
             return compute(), torch.float32
-    except NOT_THE_MODELS:
-        raise
-    except Exception:  # a model's code is third-party and may raise anything
+    except Exception as error:  # a model's code is third-party and may raise anything
+        if not may_be_the_models(error):
+            raise
         return compute(), dtype
+
+
+def may_be_the_models(error: Exception) -> bool:
+    """Whether something follows about the model from an exception: not from a lack of memory or a lost rank."""
+    return not isinstance(error, (torch.OutOfMemoryError, DistError)) and not lost_a_peer(error)
 
 
 class _InFp32(TorchFunctionMode):

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import import_plugins
-from shardtune.errors import ShardtuneError
-from shardtune.launch.local import lost_a_peer
+from shardtune.errors import ShardtuneError, lost_a_peer
 from shardtune.models.find_adapter import find_adapter
 from shardtune.parallel.ranks import leave_ranks
 from shardtune.training.worker.adapter_worker import SFTWorker

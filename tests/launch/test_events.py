@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.errors import Interrupted
+from shardtune.errors import LOST_PEER, Interrupted
 from shardtune.launch.events import ALIVE, EVENTS, TAIL_BYTES, Alive, last_event, restart_count, write_event
-from shardtune.launch.local import LOST_PEER, REPORT_DIR, RankFailed
+from shardtune.launch.local import REPORT_DIR, RankFailed
 from shardtune.launch.outcome import recorded_end, recorded_failure
 from shardtune.launch.progress import PROGRESS
 from tests.support.tiny_run import events

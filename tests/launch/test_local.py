@@ -7,14 +7,13 @@ from importlib.metadata import version
 
 import pytest
 
-from shardtune.errors import CheckpointError, ConfigError, Interrupted, ParallelError
+from shardtune.errors import CheckpointError, ConfigError, Interrupted, ParallelError, lost_a_peer
 from shardtune.launch.local import (
     RankFailed,
     RankReport,
     RanksStuck,
     ReportedError,
     free_port,
-    lost_a_peer,
     raise_outcome,
     run_ranks,
     write_report,

@@ -269,6 +269,11 @@ def raising_when_packed(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) 
     raise ValueError("packed rows need a package that is not installed.\nInstall it.")
 
 
+def losing_a_peer(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
+    """As where another rank has ended in the middle of a gather."""
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:30343")
+
+
 def raising_for_several(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
     """One row is computed, several are refused."""
     if len(cu_seq_lens_q) > 2:
@@ -373,6 +378,16 @@ def test_a_model_that_transformers_cannot_compute_is_refused_by_one_message(tmp_
     worker = SFTWorker(load_recipe(recipe(folder, rows)), model=model, tokenizer=tokenizer, report=quiet)
     with pytest.raises(ModelError, match=r"own forward of one row of \d+ tokens fails: TypeError: 'NoneType'"):
         worker.setup()
+
+
+def test_nothing_follows_about_a_model_from_the_end_of_another_rank(attention: Callable, tmp_path: Path) -> None:
+    """Its launcher ends the run by that rank's reason: a stop, or a lost rank."""
+    model, rows = save_model("dense", tmp_path / "model"), rows_of(tmp_path)
+    attention(losing_a_peer)
+    worker = SFTWorker(load_recipe(recipe(model, rows, actor__model__precision="bf16")), report=quiet)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        worker.setup()
+    worker.release()
 
 
 def test_an_exception_of_the_probe_leaves_ranks_in_order(tmp_path: Path) -> None:
