@@ -39,7 +39,7 @@ from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.cached_rows import EvaluationSet
 from shardtune.training.worker.reported import check_worker_monitors, training_method
-from shardtune.training.worker.run_context import RunContext
+from shardtune.training.worker.run_context import RunContext, set_up
 from shardtune.training.worker.task import Evaluation
 from shardtune.training.worker.user_evaluation import require_all_samples
 
@@ -66,7 +66,7 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
     check_push(loaded.runner.push_to_hub)
     worker = make_worker(loaded, report=display.report)
     try:
-        worker.setup(RunContext(report=display.report, notes=[*loaded.notes, *unused_workers(loaded, worker)]))
+        set_up(worker, RunContext(report=display.report, notes=[*loaded.notes, *unused_workers(loaded, worker)]))
         worker.loader.check_ranks(num_ranks(loaded.runner))
         check_worker_monitors(worker)
         refuse_gradient_hooks(worker.weights.parameters.items(), worker.ranks)

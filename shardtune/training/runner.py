@@ -48,7 +48,7 @@ from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.assigned_methods import refuse_assigned_methods
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.reported import check_worker_monitors, evaluation_method, training_method
-from shardtune.training.worker.run_context import RunContext
+from shardtune.training.worker.run_context import RunContext, set_up
 
 
 class SFTRunner:
@@ -140,7 +140,7 @@ class SFTRunner:
             return
         actor = self._actor
         on_main(self._ranks, lambda: check_logger(self._recipe.runner.logger))
-        actor.setup(self._context)
+        set_up(actor, self._context)
         refuse_assigned_methods(actor)
         self._model, self._position, self._evaluates = actor.state, actor.position, actor.evaluates
         self._run_training, self._run_eval = training_method(actor), evaluation_method(actor)

@@ -18,7 +18,7 @@ from shardtune.run.replay.record import Record, Start
 from shardtune.run.resume_check import data_changes
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.cached_rows import CachedRowsTask
-from shardtune.training.worker.run_context import RunContext
+from shardtune.training.worker.run_context import RunContext, set_up
 
 ONE_PROCESS = {
     "runner.nproc_per_node": 1,
@@ -133,7 +133,7 @@ def at(worker: FSDPSftWorker, start: Start, report: Callable[[str], None]) -> No
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    worker.setup(RunContext(report=report))
+    set_up(worker, RunContext(report=report))
     if start.checkpoint is not None:
         damage = damage_on_ranks(start.checkpoint, worker.ranks)
         require_sound(damage, start.checkpoint, "take another: --checkpoint N")

@@ -218,13 +218,13 @@ class FSDPSftWorker(ABC):
         """
         return None
 
-    def setup(self, context: RunContext = RunContext()) -> None:  # noqa: B008 (it is frozen)
+    def setup(self, context: RunContext | None = None) -> None:
         """Build the sharded model and its weights, the optimizer and the loaders; every rank calls it.
 
         Args:
-            context: of the run that drives the worker.
+            context: of the run that drives the worker; None: `self.context`, which a run assigns before.
         """
-        self._build(context, training=True)
+        self._build(self.context if context is None else context, training=True)
         loader, info = self._loader(training_paths(self.recipe), eval_dataset=False)
         # In this order: a protocol is recognised by its values, which would count all files of `data.cache: by_file`.
         if isinstance(loader, (StepLoader, Loader)):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 
 def silent(text: str) -> None:
@@ -34,3 +36,22 @@ class RunContext:
     episodes_dir: Path | None = None
     weights_directory: Path | None = None
     notes: Sequence[str] = ()
+
+
+class TrainedWorker(Protocol):
+    """A worker, whose `setup` may be the user's."""
+
+    context: RunContext
+
+    def setup(self, context: RunContext | None = None) -> None: ...
+
+
+def set_up(worker: TrainedWorker, context: RunContext) -> None:
+    """Call the `setup` of a worker; an override need neither take the context nor pass it on."""
+    worker.context = context
+    try:
+        inspect.signature(worker.setup).bind(context)
+    except TypeError:
+        worker.setup()
+    else:
+        worker.setup(context)

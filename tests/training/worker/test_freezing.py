@@ -96,8 +96,8 @@ class Plain(FSDPSftWorker):
 class Gradual(Plain):
     """Frozen in `setup`; unfrozen and frozen again before steps."""
 
-    def setup(self, *given: Any, **named: Any) -> None:
-        super().setup(*given, **named)
+    def setup(self) -> None:  # type: ignore[override]
+        super().setup()
         set_frozen(self.model, 0)
 
     def run_training(self) -> dict[str, float]:
