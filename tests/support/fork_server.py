@@ -96,6 +96,10 @@ HIGH = 400
 """File descriptors from here on are out of the way of those that a caller passes on."""
 PR_SET_CHILD_SUBREAPER = 36
 MADV_COLLAPSE = 25
+LONGEST_FORK = 300.0
+"""Seconds within which a server answers, its imports included: one that is stuck ends a test instead of all of them."""
+LONGEST_END = 30.0
+"""Seconds within which a server ends once its caller does; a process that was forked from that may hold the channel."""
 LARGE_PAGE = 1 << 21
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -214,6 +218,8 @@ def _receive(channel: socket.socket) -> tuple[Request | None, list[int]]:
     left, parts = int.from_bytes(head, "big"), []
     while left:
         part = channel.recv(left)
+        if not part:  # the caller has ended in the middle of a request
+            return None, list(numbers)
         left -= len(part)
         parts.append(part)
     request = Request(**json.loads(b"".join(parts)))
@@ -347,6 +353,7 @@ class Client:
 
     def fork(self, request: Request, numbers: Sequence[int]) -> int:
         """The number of the new child, which gets these descriptors."""
+        global _client
         content = json.dumps(asdict(request)).encode()
         with self.lock:
             _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -355,6 +362,10 @@ class Client:
                 self.channel.sendmsg([len(content).to_bytes(8, "big")], rights)
                 self.channel.sendall(content)
                 answer = self.channel.recv(8)
+            except TimeoutError:
+                self.channel.close()  # a late answer would be taken for that of the next request
+                _client = None
+                raise
             finally:
                 _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         assert answer, "the server of forks has ended"
@@ -383,12 +394,16 @@ def start_server() -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
+    here.settimeout(LONGEST_FORK)
     _client = Client(here, environment)
 
     def end() -> None:
         if os.getpid() == owner:
             here.close()
-            server.wait()
+            try:
+                server.wait(LONGEST_END)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
     owner = os.getpid()
     atexit.register(end)
