@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.parallel.buffers import statistical_norms
-from shardtune.parallel.full_precision import kept_in_fp32
+from shardtune.parallel.full_precision import full_precision_parameters, kept_in_fp32
 from shardtune.parallel.half_products import HALF
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.torch_private import changes_in_place, contents, tree_map_only
@@ -24,28 +25,48 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     well, except inside models of transformers, which cast where they need it.
     """
 
-    def cast_inputs(
-        _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
-        return tree_map_only(torch.Tensor, into, args), tree_map_only(torch.Tensor, into, kwargs)
-
-    def into(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
     def outputs_in_fp32(_module: nn.Module, _args: object, outputs: object) -> object:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor, outputs)
 
     for module in (model, *_layers(model)):
-        module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+        module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
     if dtype in HALF:
         model.register_forward_hook(outputs_in_fp32)
+
+
+def cast_for_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let torch's own layers in a user's model take floating inputs of any dtype, where it computes in half precision.
+
+    They would refuse fp32 beside half-precision weights. What the model itself is called with keeps its dtype, targets
+    among it; so do the inputs of layers whose weights are kept in fp32.
+    """
+    if dtype not in HALF:
+        return
+    kept = full_precision_parameters(model)
+    for module in model.modules():
+        if _is_torchs(module) and not kept.intersection(module.parameters(recurse=False)):
+            module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+
+
+def _cast_inputs(
+    dtype: torch.dtype, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    def into(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, into, args), tree_map_only(torch.Tensor, into, kwargs)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether it is a layer of torch that has parameters."""
+    return type(module).__module__.startswith("torch.nn.modules") and bool(contents(module)[0])
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """The layers of torch that have parameters, outside models of transformers."""
     for child in model.children():
         if not isinstance(child, PreTrainedModel) and not isinstance(model, PreTrainedModel):
-            if type(child).__module__.startswith("torch.nn.modules") and contents(child)[0]:
+            if _is_torchs(child):
                 yield child
             yield from _layers(child)
 

@@ -55,6 +55,7 @@ class FlatSharding:
         precision: bf16 | fp16 | fp32 | fp64.
         reshard_after_forward: False keeps a unit's weights between forward and backward.
         entry_points: names of further methods of `root` that use its weights.
+        cast_inputs: whether floating inputs of the root and of units get the dtype of the computation.
     """
 
     root: nn.Module
@@ -63,6 +64,7 @@ class FlatSharding:
     precision: str
     reshard_after_forward: bool
     entry_points: tuple[str, ...]
+    cast_inputs: bool
 
 
 def into_rows(sharding: FlatSharding) -> None:
@@ -284,7 +286,7 @@ class Flattening:
         self.shapes: dict[str, torch.Size] = {}
         root, compute = sharding.root, COMPUTE_DTYPE[sharding.precision]
         self._all_places = _places(root)
-        cast = compute if compute != MASTER_DTYPE[sharding.precision] else None
+        cast = compute if sharding.cast_inputs and compute != MASTER_DTYPE[sharding.precision] else None
         units = [module for module in reversed(list(root.modules())) if module in set(sharding.units)]
         waiting: dict[nn.Module, list[FullyShardedDataParallel]] = {}
         for unit in (*units, root):

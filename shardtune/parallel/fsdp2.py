@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -70,7 +69,7 @@ def shard(
     entry_points: Sequence[str] = (),
     experts: Collection[nn.Module] = (),
     offload: bool = False,
-    takes_batches: bool = False,
+    cast_inputs: bool = True,
 ) -> None:
     """Shard `root` in place over the ranks that its layout names, with FSDP2; a single process keeps the plain module.
 
@@ -92,15 +91,17 @@ def shard(
         entry_points: names of further methods of `root` that use its weights.
         experts: modules whose parameters are spread over experts' ranks already; each shards over the others by itself.
         offload: keep weights, gradients and optimizer states in host memory.
-        takes_batches: whether `root` takes whole batches, whose targets, weights and draws keep their precision, and
-            not the inputs of a model, which get the dtype of the computation.
+        cast_inputs: whether floating inputs of `root` and of the units get the dtype of the computation. One process
+            casts none, so targets, draws and tables of positions would be rounded on several ranks alone.
     """
     if ranks.mesh is None:
         return
     shards = ranks.shard_mesh
     compute = COMPUTE_DTYPE[precision]
     sums = SUM_DTYPE[precision]
-    policy = MixedPrecisionPolicy(param_dtype=compute if compute != sums else None, reduce_dtype=sums)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute if compute != sums else None, reduce_dtype=sums, cast_forward_inputs=cast_inputs
+    )
     whole = {parameter for parameter in root.parameters() if parameter.ndim == 0 or not parameter.numel()}
     if policy.param_dtype is not None:
         whole |= full_precision_parameters(root)
@@ -111,7 +112,7 @@ def shard(
         fully_shard(
             unit,
             mesh=ranks.expert_mesh["expert_shard"] if unit in experts and ranks.expert_mesh is not None else shards,
-            mp_policy=replace(policy, cast_forward_inputs=not takes_batches) if unit is root else policy,
+            mp_policy=policy,
             reshard_after_forward=reshard_after_forward and unit is not root,
             ignored_params=whole,
             offload_policy=CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy(),

@@ -46,7 +46,7 @@ def shard_model(
     entry_points: Sequence[str] = (),
     experts: Collection[nn.Module] = (),
     offload: bool = False,
-    takes_batches: bool = False,
+    cast_inputs: bool = True,
 ) -> Hold:
     """Shard `root` in place by its ranks' layout: with FSDP2 (so DDP too) or FSDP1; arguments as `shard` has them.
 
@@ -71,7 +71,9 @@ def shard_model(
     if ranks.layout.flat and ranks.mesh is not None:
         _refuse_reversible(root)
         check_joined(dict(root.named_parameters()))
-        flat = FlatSharding(root, tuple(units), ranks, precision, reshard_after_forward, tuple(entry_points))
+        flat = FlatSharding(
+            root, tuple(units), ranks, precision, reshard_after_forward, tuple(entry_points), cast_inputs
+        )
         into_rows(flat)
     else:
         shard(
@@ -84,7 +86,7 @@ def shard_model(
             entry_points=entry_points,
             experts=experts,
             offload=offload,
-            takes_batches=takes_batches,
+            cast_inputs=cast_inputs,
         )
     _register_recorded_outputs(root)
     if lacks_half_products(ranks.device, COMPUTE_DTYPE[precision]):

@@ -270,7 +270,7 @@ class _Step:
             entry_points=root.entry_points,
             experts=parallel.experts,
             offload=actor.fsdp_config.cpu_offload,
-            takes_batches=True,
+            cast_inputs=False,
         )
         compute = COMPUTE_DTYPE[actor.model.precision]
         exact = _stored_dtype(recipe) == compute

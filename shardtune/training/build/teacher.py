@@ -67,7 +67,7 @@ class ShardedTeacher:
             prefetch=actor.fsdp_config.prefetch,
             experts=parallel.experts,
             offload=actor.fsdp_config.cpu_offload,
-            takes_batches=True,
+            cast_inputs=False,
         )
         master, frozen = SUM_DTYPE[precision], COMPUTE_DTYPE[precision]
         if values:

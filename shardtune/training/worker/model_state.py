@@ -38,6 +38,7 @@ from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.config import head_of
 from shardtune.models.lora.init import changes_base
 from shardtune.models.lora.nf4 import coded_sizes
+from shardtune.models.mixed_precision import cast_for_layers
 from shardtune.models.new_tokens import grow_embeddings
 from shardtune.optim.build import build_optimizer, recipe_options
 from shardtune.optim.named_class import same_states
@@ -146,6 +147,8 @@ class ModelState:
         self.inner: nn.Module = source.inner_model(self.model)
         check_shapes(self.inner)
         source.set_execution(self.inner)
+        if not isinstance(self.model, AdapterRoot):  # an adapter's root has its own way for models outside transformers
+            cast_for_layers(self.inner, COMPUTE_DTYPE[recipe.actor.model.precision])
         check_written(self.inner, lambda name: directory is None and checkpoint is None)
         if directory is None and self._is_empty():
             self.notes += check_read_values(
@@ -200,7 +203,7 @@ class ModelState:
             entry_points=self.model.entry_points if isinstance(self.model, AdapterRoot) else (),
             experts=parallel.experts,
             offload=actor.fsdp_config.cpu_offload,
-            takes_batches=isinstance(self.model, AdapterRoot),
+            cast_inputs=False,
         )
         excluded = from_elsewhere(self.inner)
         if checkpoint is None or excluded:
