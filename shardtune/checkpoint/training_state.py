@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardtune.checkpoint.dcp import PendingSave, async_save_tensors, load_tensors, save_tensors
 from shardtune.checkpoint.optimizer import Names, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
 from shardtune.errors import CheckpointError
-from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.weights import Weights
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 STATE_FILE = "worker.json"

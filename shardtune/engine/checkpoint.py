@@ -18,7 +18,7 @@ from shardtune.data.durable import sync_folder
 from shardtune.engine.attributes import Attributes
 from shardtune.engine.offload import optimizers_of
 from shardtune.errors import CheckpointError
-from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.weights import Weights
 
 MODEL, OPTIMIZERS, ATTRIBUTES, STATE = "model", "optimizers", "attributes", "engine.json"
 

@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 import torch
 
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 
 CHUNK = 1 << 20
 """Numbers of a weight that are multiplied at once."""

@@ -22,8 +22,8 @@ from shardtune.checkpoint.peft_directory import adapter_tensors, load_adapter, m
 from shardtune.engine.nn import BaseTrainModule
 from shardtune.errors import CheckpointError, ModelError
 from shardtune.models.lora.attach import base_tensors, is_adapted
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 from shardtune.training.worker.finite_weights import FiniteWeights
 
 logger = logging.getLogger(__name__)

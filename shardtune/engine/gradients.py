@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from shardtune.errors import ModelError
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private import went_through_units
+from shardtune.parallel.weights import Weights
 
 Roots = torch.Tensor | GradientEdge | Sequence[torch.Tensor] | Sequence[GradientEdge]
 Grads = torch.Tensor | Sequence[torch.Tensor | None] | None

@@ -28,9 +28,9 @@ from shardtune.models.lora.attach import ADAPTER, lora_layers
 from shardtune.models.lora.init import merged
 from shardtune.models.vision.processors import load_processor
 from shardtune.parallel.clipping import check_max_norm, clip_factor
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.sequence_parallel import TokenShare
+from shardtune.parallel.weights import Weights
 from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 
 

@@ -18,7 +18,7 @@ from shardtune.engine.initial_weights import overrides_input_hook
 from shardtune.engine.nn import BaseTrainModule, LoraTrainModule
 from shardtune.errors import ModelError
 from shardtune.models.lora.attach import BaseTensor, base_tensors, is_adapted
-from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.weights import Weights
 
 WHERE = "push_weights(…)"
 Names = Literal["own", "adapted", "exported"]

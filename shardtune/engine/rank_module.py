@@ -41,15 +41,16 @@ from shardtune.engine.split_arguments import Part
 from shardtune.engine.stops import Stops
 from shardtune.errors import ModelError, ParallelError
 from shardtune.models.attention_heads import heads_of
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.parts import parts_of
+from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import Heads, check_heads
 from shardtune.parallel.torch_private import forget_iteration, is_at_rest, quieten_redistribution, tree_map_only
 from shardtune.parallel.unfit_parameters import check_trained
+from shardtune.parallel.weights import Weights
 from shardtune.training.build.model import share_values
 
 logger = logging.getLogger(__name__)

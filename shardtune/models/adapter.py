@@ -29,8 +29,8 @@ from shardtune.models.mixed_precision import compute_in
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import recipe_tokenizer
 from shardtune.models.user_metrics import Measure, Prediction, checked, predicted_loss
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
+from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import check_names, expanded

@@ -15,8 +15,8 @@ from shardtune.batch import PackedBatch
 from shardtune.errors import ConfigError
 from shardtune.models.language_head import AtHead
 from shardtune.models.loss import PLAIN, LogitTransform, SharedVocabulary, accumulation_dtype
-from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.tensor_parallel import row_slice
+from shardtune.parallel.weights import local
 
 R = TypeVar("R")
 TeacherLogits = Callable[[slice, bool], torch.Tensor]

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardtune.models.head_gradient import HELD_BYTES, HeadGradient, SlopeOfBlock
-from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.half_products import add_converted, factors_in_bf16, lacks_half_products
 from shardtune.parallel.tensor_parallel import Slice, row_slice
+from shardtune.parallel.weights import local
 
 LOGITS_PER_CHUNK = {"cpu": 3 * 2**21, "cuda": 2**26}
 """Logits in memory at a time (24 and 256 MiB in fp32), for any rows and vocabulary; a GPU needs many to be busy. On a

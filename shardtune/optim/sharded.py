@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardtune.optim.low_bit import ParamGroup
-from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.meta_init import shard_of
+from shardtune.parallel.weights import local
 
 Make = Callable[[list[ParamGroup]], torch.optim.Optimizer]
 """Makes the inner optimizer of some parameter groups."""

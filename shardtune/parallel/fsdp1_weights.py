@@ -34,7 +34,6 @@ from torch.distributed.tensor import DTensor
 from shardtune.errors import ModelError
 from shardtune.parallel.flat_operands import FlatOperands
 from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.torch_private import (
     FlatParameter,
     drop_unreduced_gradient,
@@ -46,6 +45,7 @@ from shardtune.parallel.torch_private import (
     sum_gradients,
     without_modes,
 )
+from shardtune.parallel.weights import Weights
 
 Ranges = Sequence[tuple[int, int]]
 """Per rank that shards a copy of the model: the range of a parameter's elements, in memory order."""

@@ -12,14 +12,16 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from shardtune.errors import ParallelError
 from shardtune.parallel.fsdp1 import FlatSharding, into_rows
 from shardtune.parallel.fsdp1_weights import FlatWeights
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, Weights, shard
+from shardtune.parallel.fsdp2 import shard
 from shardtune.parallel.generation import keep_step
 from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
 from shardtune.parallel.half_products import lacks_half_products, multiply_in_fp32
+from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import REVERSIBLE
 from shardtune.parallel.torch_private import read_whole_numbers
 from shardtune.parallel.unfit_parameters import check_joined
+from shardtune.parallel.weights import Weights
 
 
 class Hold(Protocol):

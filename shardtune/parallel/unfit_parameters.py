@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardtune.errors import ModelError, ParallelError
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.meta_init import persistent_buffers
+from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 
 FSDP1_KEY = "actor.training_backend: fsdp1"
 AS_REAL = "register it as real numbers, with a last dimension of 2, and use torch.view_as_complex of it in the forward"

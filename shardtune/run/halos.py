@@ -14,7 +14,7 @@ from shardtune.config import load_recipe
 from shardtune.config.halos import in_names_of_halos
 from shardtune.config.user_code import import_plugins
 from shardtune.errors import ConfigError
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.run.api import train
 from shardtune.run.choose_worker import Objects
 from shardtune.run.push import check_push

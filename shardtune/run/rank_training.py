@@ -24,7 +24,7 @@ from shardtune.launch.signals import StopSignal
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.models.tasks.task import TASK_FILE
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE
+from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE
 from shardtune.run.accelerate_settings import contradicted_settings
 from shardtune.run.choose_worker import Objects, unused_workers, user_code
 from shardtune.run.directory import (

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from shardtune.batch import Batch
 from shardtune.data.loader.protocol import MicroBatch, Step
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 from shardtune.training.step import accumulate
 
 NAMED = 3

@@ -15,8 +15,8 @@ from shardtune.batch import Batch, Metric
 from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.protocol import DataState, MicroBatch
 from shardtune.data.loader.step_loader import BatchMaker
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 from shardtune.training.step import Accumulate, Totals
 
 

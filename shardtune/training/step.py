@@ -18,9 +18,9 @@ from shardtune.data.user_loader.batch import UserBatch
 from shardtune.errors import ModelError
 from shardtune.launch.progress import PROGRESS
 from shardtune.parallel.clipping import EPSILON
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.half_products import recomputing
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 from shardtune.training.anomalies import Kind
 from shardtune.training.resident_memory import Earlier
 from shardtune.training.train_output import read_train_output

@@ -13,8 +13,8 @@ from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.errors import ModelError
 from shardtune.launch.progress import PROGRESS
 from shardtune.models.adapter import WholeStepAdapter, named
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 from shardtune.training.step import ROW_DRAWS, Totals, check_weights, objective
 
 Outputs = Mapping[str, torch.Tensor]

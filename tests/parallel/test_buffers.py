@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardtune.errors import ModelError
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 
 
 class Net(nn.Module):

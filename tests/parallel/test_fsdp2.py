@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardtune.batch import LossSum, Metric
 from shardtune.config.rank_layout import Layout
-from shardtune.parallel.fsdp2 import Weights, shard
+from shardtune.parallel.fsdp2 import shard
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, lay_out
+from shardtune.parallel.weights import Weights
 from shardtune.training.step import optimizer_step
 from tests.support.chosen import slow_except
 from tests.support.dist.ranks import run_ranks

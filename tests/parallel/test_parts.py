@@ -15,9 +15,9 @@ from shardtune.config.rank_layout import Layout
 from shardtune.errors import ModelError, ParallelError
 from shardtune.parallel import same_call
 from shardtune.parallel.direct_use import in_methods, own_methods
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks, lay_out
 from shardtune.parallel.shard import shard_model
+from shardtune.parallel.weights import Weights
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole
 

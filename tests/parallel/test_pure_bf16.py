@@ -13,9 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardtune.config.rank_layout import Layout
-from shardtune.parallel.fsdp2 import Weights, shard
+from shardtune.parallel.fsdp2 import shard
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, lay_out
+from shardtune.parallel.weights import Weights
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import Trace, recipe, run_recipes, save_model, save_rows, whole
 

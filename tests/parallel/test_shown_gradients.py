@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shardtune.config import load_recipe
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 from shardtune.training.worker.reported import training_method
 from tests.training.worker import test_base as own
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from shardtune.batch import LossSum
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ModelError
-from shardtune.parallel.fsdp2 import MASTER_DTYPE
 from shardtune.parallel.meta_init import materialise
+from shardtune.parallel.precision import MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks, lay_out
 from shardtune.parallel.shard import shard_model
 from shardtune.training.step import optimizer_step

@@ -21,9 +21,11 @@ from shardtune.config.rank_layout import Layout
 from shardtune.models.lora.attach import attach_adapter, keep_in_nf4
 from shardtune.models.lora.init import initialise_adapter
 from shardtune.models.new_tokens import grow_embeddings
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights, shard
+from shardtune.parallel.fsdp2 import shard
 from shardtune.parallel.meta_init import init_empty_weights
+from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks, lay_out
+from shardtune.parallel.weights import Weights
 from shardtune.training.step import optimizer_step
 
 

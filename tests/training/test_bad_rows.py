@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from shardtune import Adapter, Batch, LossSum, Sample
 from shardtune.errors import CheckpointError
-from shardtune.parallel.fsdp2 import local
+from shardtune.parallel.weights import local
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.chosen import slow_except
 from tests.support.dist.ranks import run_ranks

@@ -11,8 +11,8 @@ from torch import nn
 from shardtune.batch import LossSum
 from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.errors import ModelError
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 from shardtune.training.step import MAX_TRIES, LossScale, check_weights, optimizer_step
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

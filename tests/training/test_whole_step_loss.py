@@ -17,8 +17,9 @@ from shardtune.data.loader.step_loader import BatchMaker, Limits
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WholeStepAdapter
 from shardtune.optim.build import build_optimizer
-from shardtune.parallel.fsdp2 import Weights, shard
+from shardtune.parallel.fsdp2 import shard
 from shardtune.parallel.ranks import join_ranks
+from shardtune.parallel.weights import Weights
 from shardtune.training.step import optimizer_step
 from shardtune.training.whole_step_loss import WholeStep
 from tests.support.dist.ranks import run_ranks

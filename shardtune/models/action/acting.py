@@ -18,7 +18,7 @@ from shardtune.models.action.normalizer import Normalizer
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE, normalizer_of, recipe_normalizers
 from shardtune.models.adapter import Adapter, AdapterRoot
 from shardtune.models.mixed_precision import compute_in
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+from shardtune.parallel.precision import COMPUTE_DTYPE
 
 
 class ActingAdapter(Adapter):

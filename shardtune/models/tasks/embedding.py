@@ -52,7 +52,7 @@ from shardtune.models.tasks.metrics import correlations, installed, ranking
 from shardtune.models.tasks.retrieval import ranks_of_right, text_number
 from shardtune.models.tasks.similarity import cosent, info_nce
 from shardtune.models.tasks.task import Outputs, Record, TaskRoot, TextTask
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+from shardtune.parallel.precision import COMPUTE_DTYPE
 
 AT = (1, 5, 10)
 """The k of recall@k."""

@@ -25,7 +25,7 @@ from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_confi
 from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, parts_of, require_tokens
 from shardtune.models.tasks.metrics import installed
 from shardtune.models.user_metrics import Measure, checked
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 
 TASK_FILE = "task.json"
 """Beside the weights: the task's name, the longest row, and options that the training rows decide, such as labels."""

@@ -49,9 +49,9 @@ from shardtune.models.adapter import AdapterRoot, LanguageRoot, cannot_share_seq
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.lora.attach import base_tensors
 from shardtune.models.vision.processors import applied_images
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.model_parallel import ModelParallel
+from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 
 ZERO_PROJECTOR = (

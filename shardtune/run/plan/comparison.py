@@ -13,7 +13,7 @@ import torch
 from shardtune.config import Recipe
 from shardtune.launch.module_process import module_command, module_environment
 from shardtune.launch.signals import LAUNCHER_PID
-from shardtune.parallel.fsdp2 import local
+from shardtune.parallel.weights import local
 from shardtune.training.observer import Observer
 from shardtune.training.resident_memory import mapped_files, resident, resident_peak, restart_peak
 from shardtune.training.worker.adapter_task import AdapterTask

@@ -16,7 +16,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 from shardtune.models.flex_documents import flex, shapes
-from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -28,6 +27,7 @@ from shardtune.parallel.torch_private import (
     unset_fake_temporarily,
     without_torch_function,
 )
+from shardtune.parallel.weights import local
 from shardtune.run.plan.known_shapes import KnownShapes
 
 CPU = torch.device("cpu")

@@ -27,11 +27,12 @@ from shardtune.models.pretrained import settings_directory
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.optim.build import build_optimizer, check_optimizer
 from shardtune.optim.quantized_state import codes, full_dtype
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
+from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.torch_private import open_group_of_one, unchecked_recomputation
+from shardtune.parallel.weights import Weights
 from shardtune.run.plan.by_depth import Shallow
 from shardtune.run.plan.known_shapes import KnownShapes
 from shardtune.run.plan.layer_stacks import Stack, cut, stacks_of

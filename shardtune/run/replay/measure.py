@@ -17,7 +17,7 @@ from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.source_losses import KeptLosses, RowTargets
-from shardtune.parallel.fsdp2 import local
+from shardtune.parallel.weights import local
 from shardtune.training.step import ROW_DRAWS, optimizer_step
 from shardtune.training.train_output import read_train_output
 from shardtune.training.worker.adapter_worker import SFTWorker

@@ -21,7 +21,7 @@ from shardtune.models.lora.config import ALL_LINEAR, CONFIG_FILE, SECTION, ends,
 from shardtune.models.lora.init import changes_base, initialise_adapter
 from shardtune.models.new_tokens import KEY, grow_embeddings, token_ids
 from shardtune.parallel.buffers import statistical_norms
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.training.build.initial_weights import directory_of
 
 

@@ -14,10 +14,11 @@ from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.distillation import TeacherLogits, TopTokens
 from shardtune.models.teacher import teacher_recipe
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, SUM_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
+from shardtune.parallel.precision import COMPUTE_DTYPE, SUM_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
+from shardtune.parallel.weights import Weights
 from shardtune.training.build.model import build_empty, load_initial_weights, share_values
 
 R = TypeVar("R")

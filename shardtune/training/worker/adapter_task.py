@@ -39,7 +39,7 @@ from shardtune.models.source_losses import SourceLosses
 from shardtune.models.tasks.task import Record, TaskRoot, TextTask
 from shardtune.models.teacher import unknown_tokens
 from shardtune.models.value_loss import ValueLoss, explained, metrics_of
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.build.model import build_empty
 from shardtune.training.build.teacher import ShardedTeacher

@@ -10,7 +10,7 @@ import torch
 
 from shardtune.checkpoint.training_state import load_average
 from shardtune.optim.quantized_state import full_dtype
-from shardtune.parallel.fsdp2 import Weights, local
+from shardtune.parallel.weights import Weights, local
 
 
 class AveragedWeights:

@@ -39,8 +39,8 @@ from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
 from shardtune.optim.build import check_optimizer, set_learning_rate, watch_rates
 from shardtune.parallel.buffers import statistical_norms
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks, join_ranks, leave_ranks, num_ranks
+from shardtune.parallel.weights import Weights
 from shardtune.training.anomalies import Kind
 from shardtune.training.bad_rows import BadPart, BadRows
 from shardtune.training.build.initial_weights import seeded

@@ -12,8 +12,8 @@ import torch
 from shardtune.checkpoint.hf_save import DiskDtype
 from shardtune.errors import CheckpointError, ModelError
 from shardtune.parallel.finite import Unfit, find_unfit, some
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
 

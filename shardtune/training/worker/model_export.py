@@ -31,7 +31,7 @@ from shardtune.errors import CheckpointError, ShardtuneError
 from shardtune.models.lora.attach import is_adapted
 from shardtune.models.pretrained import GENERATION, settings_directory
 from shardtune.models.vision.processors import lacks_video
-from shardtune.parallel.fsdp2 import MASTER_DTYPE
+from shardtune.parallel.precision import MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.worker.model_state import ModelState
 

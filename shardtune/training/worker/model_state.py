@@ -43,12 +43,13 @@ from shardtune.models.new_tokens import grow_embeddings
 from shardtune.optim.build import build_optimizer, recipe_options
 from shardtune.optim.named_class import same_states
 from shardtune.parallel.direct_use import in_methods, own_methods
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.model_parallel import ModelParallel
+from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.unfit_parameters import check_saved, check_shapes, check_trained
+from shardtune.parallel.weights import Weights
 from shardtune.training.build.initial_weights import directory_of, seeded
 from shardtune.training.build.lora import (
     adapt,

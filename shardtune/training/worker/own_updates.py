@@ -11,7 +11,7 @@ import torch
 from shardtune.config.schema import Recipe
 from shardtune.errors import ConfigError, ModelError
 from shardtune.parallel.clipping import check_max_norm, clip_factor
-from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.weights import Weights
 
 
 @dataclass(slots=True)

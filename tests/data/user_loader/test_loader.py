@@ -19,8 +19,8 @@ from shardtune.data.user_loader.batch import fingerprint, targets_of
 from shardtune.data.user_loader.loader import BatchLoader
 from shardtune.data.user_loader.position import LoaderRecord
 from shardtune.errors import CheckpointError, ConfigError, DataError
-from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.weights import Weights
 from shardtune.training.step import optimizer_step
 from shardtune.training.train_output import TERM
 from tests.parallel.test_fsdp2 import group

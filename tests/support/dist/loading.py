@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from shardtune.config import load_recipe
-from shardtune.parallel.fsdp2 import local
+from shardtune.parallel.weights import local
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.model_state import ModelState
 from tests.support.dist.layouts import parallel

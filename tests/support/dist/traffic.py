@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardtune.batch import PackedBatch
 from shardtune.config import load_recipe
 from shardtune.config.rank_layout import Layout
-from shardtune.parallel.fsdp2 import local
+from shardtune.parallel.weights import local
 from shardtune.parallel.cost.memory import activations, gathered, head_gradient, memory, waiting_gradients
 from shardtune.parallel.cost.shape import ModelShape, Parts, Setting, Work
 from shardtune.parallel.cost.traffic import traffic

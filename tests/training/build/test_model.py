@@ -16,10 +16,12 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.mixed_precision import compute_in
 from shardtune.optim.build import build_optimizer
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights, shard
+from shardtune.parallel.fsdp2 import shard
 from shardtune.parallel.meta_init import named_tensors
+from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
+from shardtune.parallel.weights import Weights
 from shardtune.training.build.model import (
     build_empty,
     freeze,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from shardtune.checkpoint.quantized.read import holds_only
 from shardtune.config import load_recipe
-from shardtune.parallel import fsdp2
+from shardtune.parallel import masters
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.model_state import ModelState
 from tests.support.dist.ranks import run_ranks
@@ -47,8 +47,8 @@ def test_weights_in_bf16_are_never_held_in_fp32(tmp_path: Path, monkeypatch: pyt
     save_rows(rows := tmp_path / "rows.jsonl")
     model = saved_in(torch.bfloat16, tmp_path / "model")
     narrowed: list[torch.Size] = []
-    fits = fsdp2._fits
-    monkeypatch.setattr(fsdp2, "_fits", lambda tensor, dtype: narrowed.append(tensor.shape) or fits(tensor, dtype))
+    fits = masters._fits
+    monkeypatch.setattr(masters, "_fits", lambda tensor, dtype: narrowed.append(tensor.shape) or fits(tensor, dtype))
     losses, tensors = trained(model, rows)
     assert not narrowed
     monkeypatch.setattr(ModelState, "_stored_dtype", lambda *_: None)
