@@ -19,11 +19,14 @@ class Masters:
 
     Args:
         compute: the dtype of the computation.
+
+    Attributes:
+        pairs: by name, the parameters that compute and their masters.
     """
 
     def __init__(self, compute: torch.dtype) -> None:
         self._compute = compute
-        self._pairs: dict[str, Pair] = {}
+        self.pairs: dict[str, Pair] = {}
         self._narrowed: list[nn.Parameter] = []
         self._hooks: list[RemovableHandle] = []
         self._shown = ShownGradients()
@@ -43,35 +46,30 @@ class Masters:
         if parameter.requires_grad:
             take = partial(self._shown.take, master)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
-        self._pairs[name] = parameter, master
+        self.pairs[name] = parameter, master
         return master
 
     def keep_only(self, names: Collection[str]) -> dict[str, nn.Parameter]:
         """Forget the masters of parameters that the model no longer has; returns the others, by name."""
-        self._pairs = {name: pair for name, pair in self._pairs.items() if name in names}
-        return {name: master for name, (_, master) in self._pairs.items()}
-
-    def copy_to_model(self) -> None:
-        """Copy changed masters to the parameters that compute."""
-        for computed, master in self._pairs.values():
-            computed.copy_(master)
+        self.pairs = {name: pair for name, pair in self.pairs.items() if name in names}
+        return {name: master for name, (_, master) in self.pairs.items()}
 
     def restore(self, dtype: torch.dtype) -> None:
         """Give the model its parameters in full precision, and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        for computed, master in self._pairs.values():
+        for computed, master in self.pairs.values():
             computed.data = master.data
         for parameter in self._narrowed:
             parameter.data = parameter.data.to(dtype)
 
     def showing_gradients(self) -> AbstractContextManager[None]:
         """Inside, gradients stand at the parameters that compute, too, and what is done with them there counts."""
-        return self._shown.showing([*self._pairs.values()])
+        return self._shown.showing([*self.pairs.values()])
 
     def settle_gradients(self) -> None:
         """Take over what was done with gradients at the parameters that compute."""
-        self._shown.settle([*self._pairs.values()])
+        self._shown.settle([*self.pairs.values()])
 
 
 def _fits(parameter: nn.Parameter, dtype: torch.dtype) -> bool:

@@ -667,7 +667,7 @@ class Filling:
             noted.clear()
 
 
-def fill_unused(module: FSDPModule, filling: Filling, passed: Callable[[], None]) -> None:
+def fill_unused(module: FSDPModule, filling: Filling) -> None:
     """Let a unit's parameters without a gradient have zeros when FSDP2 sums gradients over ranks.
 
     It sums the gradients that there are, end to end; where ranks have used other parameters, or none of a unit that all
@@ -677,11 +677,10 @@ def fill_unused(module: FSDPModule, filling: Filling, passed: Callable[[], None]
     Args:
         module: sharded.
         filling: notes what was done.
-        passed: is called when a backward pass has gone through the module.
     """
     for group in _groups_of(module):
         if group.mesh_info.mesh.size() > 1:
-            vars(group)["post_backward"] = torch.compiler.disable(partial(_filled_backward, group, filling, passed))
+            vars(group)["post_backward"] = torch.compiler.disable(partial(_filled_backward, group, filling))
 
 
 def count_calls(unit: FSDPModule) -> None:
@@ -700,8 +699,7 @@ def _counted_backward(group: Any, prefetches: bool, *others: object) -> None:
         group._post_forward_indices.pop()
 
 
-def _filled_backward(group: Any, filling: Filling, passed: Callable[[], None], *_: object) -> None:
-    passed()
+def _filled_backward(group: Any, filling: Filling, *_: object) -> None:
     if filling.on:
         _fill(group, filling)
     type(group).post_backward(group)

@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardtune.errors import ModelError
-from shardtune.parallel.left_out import UnitOutputs
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private import Filling, fill_unused, note_collectives
 
@@ -49,7 +48,6 @@ class UnitCalls:
         made: for each collective the place of its unit among the names, in order.
         used: of which parameters there were gradients, at each `mark`.
         filling: if it is on, unused parameters get zeros, and `settle` has to be called after the sums of a step.
-        outputs: of units, through all of which a backward pass of a step goes.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -59,7 +57,6 @@ class UnitCalls:
         self.made: deque[int] = deque(maxlen=MOST)
         self.used: list[bytes] = []
         self.filling = Filling()
-        self.outputs = UnitOutputs()
 
     def watch(self, name: str, unit: FSDPModule, parameters: Mapping[int, str]) -> None:
         """Note what FSDP2 does with a unit, if it involves other ranks.
@@ -70,9 +67,7 @@ class UnitCalls:
             parameters: the names of the model's parameters by `id`.
         """
         own = note_collectives(unit, self.noting(name))
-        fill_unused(unit, self.filling, self.outputs.clear)
-        if own:
-            cast(nn.Module, unit).register_forward_hook(self.outputs.note)
+        fill_unused(unit, self.filling)
         self._summed |= {parameters[id(each)]: each for each in own if each.numel() and id(each) in parameters}
 
     def noting(self, name: str) -> Callable[[], object]:
@@ -161,7 +156,6 @@ class UnitCalls:
         self.made.clear()
         self.used.clear()
         self.filling.clear()
-        self.outputs.clear()
 
     def compare(self) -> None:
         """Compare what ranks have done since `clear`, where no step does, and forget it; every rank calls it.

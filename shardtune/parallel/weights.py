@@ -442,19 +442,11 @@ class Weights:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
             self.unit_calls.filling.on = True
-            self.unit_calls.outputs.on = True
             reduce = last or self._reduce_each
             if not reduce and not self._accumulates:
                 self._accumulates = True
                 self._gather_each_once()
             self._root.set_requires_gradient_sync(reduce)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a micro-batch, through all units of its forward, used by its loss or not."""
-        if self.on_ranks:
-            self.unit_calls.outputs.backward(loss)
-        else:
-            loss.backward()
 
     def _gather_each_once(self) -> None:
         """Gather and free each unit: FSDP2 accumulates gradients only in units that have been gathered before.
@@ -526,7 +518,8 @@ class Weights:
         """
         for module in self._sharded:
             module.reshard()
-        self._masters.copy_to_model()
+        for computed, master in self._masters.pairs.values():
+            computed.copy_(master)
 
     def restore_model(self) -> None:
         """Restore the model with its weights in full precision, and detach this object's hooks."""

@@ -181,7 +181,7 @@ def accumulate(
             output, beside = read_train_output(output, batch)
         check_weights(output, batch.weights)
         with recomputing():
-            weights.backward(objective(output, denominators, scale))
+            objective(output, denominators, scale).backward()
         for name, loss in output.items():
             # A GPU adds a scalar of the CPU to its own without being waited for; it would be to move the scalar.
             totals[name] = totals[name] + loss.total.detach().double()

@@ -79,7 +79,7 @@ class WholeStep:
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
             seed_torch(derive_seed(seed, step, number, rank, "train"))
             outputs = _checked(forward(batch), batch)
-            weights.backward(_objective(outputs, slopes, start, batch))
+            _backward(outputs, slopes, start, batch)
             start += batch.num_rows
         share = 1.0 if self._ranks.is_main else 0.0
         return Totals({name: loss.total.detach().double() * share for name, loss in losses.items()}, {})
@@ -150,8 +150,8 @@ def _joined(pieces: Sequence[Outputs]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-def _objective(outputs: Outputs, slopes: Mapping[str, torch.Tensor | None], start: int, batch: Batch) -> torch.Tensor:
-    """A scalar with this micro-batch's part of the gradient; a filler's is zero, but its collectives must run."""
+def _backward(outputs: Outputs, slopes: Mapping[str, torch.Tensor | None], start: int, batch: Batch) -> None:
+    """Backpropagate this micro-batch's part of the gradient; a filler's is zero, but its collectives must run."""
     stop = start + batch.num_rows
     terms = []
     for name, tensor in outputs.items():
@@ -168,4 +168,4 @@ def _objective(outputs: Outputs, slopes: Mapping[str, torch.Tensor | None], star
             where="WholeStepAdapter.outputs",
             remedy="return what model(…) computes; .detach() and torch.no_grad() cut the graph",
         )
-    return sum(terms[1:], terms[0])
+    sum(terms[1:], terms[0]).backward()

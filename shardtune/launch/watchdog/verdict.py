@@ -208,7 +208,10 @@ def _undecided(reports: Iterable[StandReport]) -> str:
     waiting = [report for report in found if report.collective]
     if not waiting or (len({report.place for report in found}) == 1 and not _differing(found)):
         return "no rank differs from the others"
-    return "the ranks have parted, and nothing shows which of them is where it should be"
+    return (
+        "the ranks have parted, and nothing shows which of them is where it should be (in a backward pass it may be a "
+        "loss that leaves out, on some ranks, what a part of the model returned: multiply that by 0 instead)"
+    )
 
 
 def _common(states: Iterable[str]) -> str:
