@@ -1,0 +1,51 @@
+"""In half precision torch's layers in a user's model take inputs of any floating dtype, and nothing else is cast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from shardtune.models.mixed_precision import cast_for_layers
+
+
+class Routed(PreTrainedModel):
+    """A model of transformers whose router stays in fp32."""
+
+    config_class = LlamaConfig
+    _keep_in_fp32_modules_strict = {"router"}  # noqa: RUF012 (as transformers declares it)
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.inside, self.router = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.post_init()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return x, self.inside(x), self.router(x)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_layers_cast_their_inputs_but_those_that_are_kept_in_fp32(half: torch.dtype) -> None:
+    model = Routed(LlamaConfig(hidden_size=4, num_attention_heads=2))
+    model.inside.to(half)
+    cast_for_layers(model, half)
+    given, inside, routed = model(torch.ones(2, 3))
+    assert (given.dtype, inside.dtype, routed.dtype) == (torch.float32, half, torch.float32)
+
+
+def test_a_batch_norm_with_statistics_gets_its_inputs_as_they_are() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3).to(torch.bfloat16))
+    cast_for_layers(model, torch.bfloat16)
+    third = torch.full((4, 3), 1 / 3)
+    found = model(third)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(model[0].running_mean, torch.full((3,), 0.1 / 3), rtol=1e-6, atol=0)
+
+
+def test_full_precision_changes_nothing() -> None:
+    model = nn.Linear(3, 3)
+    cast_for_layers(model, torch.float32)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(torch.ones(2, 3, dtype=torch.float64))
