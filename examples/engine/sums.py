@@ -57,7 +57,10 @@ def over_ranks(values: list) -> list:
 
 
 def make_model(folder: Path, *, width: int = 48, steps: int = 120, seed: int = 0) -> Path:
-    """Write a model that was trained for some steps in plain PyTorch: the fewer, the worse its answers."""
+    """Write a model that was trained for some steps in plain PyTorch: the fewer, the worse its answers.
+
+    In fp64, or it would be another model on another processor: at this rate 120 steps make much of a rounding.
+    """
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -71,7 +74,7 @@ def make_model(folder: Path, *, width: int = 48, steps: int = 120, seed: int = 0
         pad_token_id=END,
     )
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(config)
+    model = Qwen2ForCausalLM(config).double()
     rows = torch.tensor(solved(problems()[0]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(steps):
@@ -81,5 +84,5 @@ def make_model(folder: Path, *, width: int = 48, steps: int = 120, seed: int = 0
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    model.save_pretrained(folder)
+    model.float().save_pretrained(folder)
     return folder
