@@ -219,20 +219,20 @@ class Gradients:
         def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if concerns(optimizer):
                 self._reach()
-                self._weights.stepping = True
+                self._weights.whole.stepping = True
                 for group in optimizer.param_groups:
                     one_by_one_if_mixed(group)
 
         def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if concerns(optimizer):
-                self._weights.stepping = False
+                self._weights.whole.stepping = False
                 self._weights.copy_masters_to_model()
 
         handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         try:
             yield
         finally:
-            self._weights.stepping = False  # an optimizer that raises runs no hook
+            self._weights.whole.stepping = False  # an optimizer that raises runs no hook
             for handle in handles:
                 handle.remove()
 

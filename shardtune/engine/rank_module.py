@@ -136,7 +136,7 @@ class RankModule:
         if layout.tensor > 1:
             quieten_redistribution()
         self._compute = COMPUTE_DTYPE[precision]
-        self._weights.gather_to_generate = order.gather_to_generate
+        self._weights.whole.gather_to_generate = order.gather_to_generate
         if isinstance(self._module, GenerationMixin):  # other methods are called by the engine
             let_generate(self._module, self._generating)
         self._gradients = Gradients(self._weights, ranks, model_parallel.partial, self._reach)
@@ -150,7 +150,7 @@ class RankModule:
         self._module.train(trained)
         self._reach_before_forwards(units)
         self._attributes = Attributes(self._module, ranks)
-        with self._as_printed(), self._weights.method("on_weights_materialized", self._compute):
+        with self._as_printed(), self._weights.whole.method("on_weights_materialized"):
             self._module.on_weights_materialized()
         self._adopt_added()
         self._check_optimized("on_weights_materialized")
@@ -160,7 +160,7 @@ class RankModule:
 
     def _reach(self, *_: object) -> None:
         """Reach a place at which the ranks may leave a call."""
-        self._stops.reach(apart=self._weights.is_alone)
+        self._stops.reach(apart=self._weights.whole.is_alone)
 
     def _reach_before_forwards(self, units: Collection[nn.Module]) -> None:
         """Let forwards of the module, and of parts outside of one, be such places."""
@@ -180,7 +180,7 @@ class RankModule:
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
-        with self._weights.method("generate", self._compute):
+        with self._weights.whole.method("generate"):
             yield
         self._stops.end_apart()
 
@@ -298,7 +298,7 @@ class RankModule:
                 stack.enter_context(self._as_printed())
                 stack.enter_context(self._gradients.counted(part.share))
                 stack.enter_context(self._gradients.stepping())
-                stack.enter_context(self._weights.method(name, self._compute))
+                stack.enter_context(self._weights.whole.method(name))
                 stack.enter_context(in_call(self._module, part.share, part.idle, share))
                 if share is not None and self._sequence is not None:
                     stack.enter_context(self._sequence.sharing(share))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -33,13 +33,13 @@ from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ModelError
 from shardtune.parallel.flat_operands import FlatOperands
+from shardtune.parallel.flat_whole_weights import WholeFlatWeights
 from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
+from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.torch_private import (
     FlatParameter,
     drop_unreduced_gradient,
     flat_parameter,
-    free_gathered,
-    in_backward,
     reduce_left_gradient,
     reduces_gradients,
     sum_gradients,
@@ -100,7 +100,6 @@ class FlatWeights(Weights):
         self._swapped: dict[str, nn.Parameter] = {}
         self._refuses_reads = False
         self._flattened = Flattening(sharding, {parameter: name for name, parameter in model.named_parameters()})
-        self._flattened.compare_parts(lambda part: self._same_call.compare(part), self._free_after_part)
         self._root_shell = self._flattened.wrapped[-1]
         self._pieces = self._measure(self._flattened.places, self._flattened.shapes)
         super().__init__(
@@ -110,6 +109,7 @@ class FlatWeights(Weights):
             sharding.ranks,
             reduce_each=reduce_each,
             excluded_from_checkpoint=excluded_from_checkpoint,
+            whole=WholeFlatWeights(sharding, self._flattened, COMPUTE_DTYPE[sharding.precision]),
         )
         self.replicates = self.on_ranks
         self.shapes |= self._flattened.shapes
@@ -146,24 +146,6 @@ class FlatWeights(Weights):
                 remedy='replace it in __init__, or use executor="fsdp2"',
             )
         super().adopt(added)
-
-    def _outside(self) -> bool:
-        return not self._flattened.in_forward and not in_backward()
-
-    def _whole_operands(self, compute: torch.dtype) -> AbstractContextManager[object]:
-        if not self._outside():
-            return nullcontext()
-        flattened = self._flattened
-        return FlatOperands(flattened.owners, flattened.root, self._same_call.compare, self._updating)
-
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        with without_modes(FlatOperands), self._flattened.gathered():
-            yield
-
-    def _updating(self) -> bool:
-        """Whether an optimizer changes the weights; a closure that it calls computes gradients of whole ones."""
-        return self.stepping and not torch.is_grad_enabled()
 
     def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
         return name not in self._pieces
@@ -256,16 +238,6 @@ class FlatWeights(Weights):
             where="actor.training_backend: fsdp1",
             remedy="set actor.fsdp_config.reduce: every, or actor.training_backend: fsdp",
         )
-
-    def _free_gathered(self) -> None:
-        with without_modes(FlatOperands):  # which refuse what FSDP1 does with its parameters
-            for shell in self._flattened.wrapped:
-                free_gathered(shell)
-
-    @torch.no_grad()
-    def copy_masters_to_model(self) -> None:
-        self._free_gathered()
-        super().copy_masters_to_model()
 
     def zero_gradients(self) -> None:
         super().zero_gradients()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -16,31 +15,23 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
-from transformers import GenerationMixin
 
 from shardtune.errors import ModelError
 from shardtune.parallel.buffers import Buffers
 from shardtune.parallel.compiled_buffers import CompiledBuffers
-from shardtune.parallel.direct_use import ShardedOperands
-from shardtune.parallel.free_memory import free_bytes
 from shardtune.parallel.full_precision import full_precision_parameters
-from shardtune.parallel.generation import alone
 from shardtune.parallel.masters import Masters
-from shardtune.parallel.parts import Gathering, gather_for_parts
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.same_call import SameCall
 from shardtune.parallel.torch_private import (
     initialise_root,
-    is_at_rest,
     keep_reduced_dtype,
     multiply_,
     norms_of,
-    without_hooks,
-    without_modes,
 )
 from shardtune.parallel.unit_calls import UnitCalls
 from shardtune.parallel.whole_gradients import check_whole_gradients
+from shardtune.parallel.whole_weights import WholeUnits, WholeWeights
 
 _NORM_PIECE = 2**18
 """Numbers of a gradient that a CPU converts to fp64 at a time."""
@@ -70,6 +61,7 @@ class Weights:
             training starts.
         partial: names of parameters that every tensor rank holds, and of whose gradient each computes a part.
         parts_of_units: whether modules inside units, of which tensor ranks have parts, are called by themselves.
+        whole: how its methods get weights whole; None: as FSDP2 shards them, or not at all.
 
     Attributes:
         parameters: by name; of those that are sharded this rank's part.
@@ -77,13 +69,10 @@ class Weights:
         shapes: of the whole parameters, by name.
         starts: of parameters of which this rank has a range of numbers, in the order of memory: the first, by name.
         on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
-        stepping: whether a user's optimizer is in its step.
-        is_alone: whether forwards involve no other rank now, as the model generates with gathered weights.
+        whole: how the model's methods get weights whole, outside of its forward.
         has_buffers: whether the model has persistent buffers, which forwards may change.
         unit_calls: whether ranks gather the same units' weights since `zero_gradients`.
         compiled_buffers: those that a compiled forward must not change in place.
-        gather_to_generate: whether all weights are gathered while the model generates; None: where they take at most
-            half of the memory that is free.
         replicates: whether ranks hold anything whole, parameters or buffers; otherwise `sync_replicated_gradients` has
             nothing to do.
     """
@@ -99,6 +88,7 @@ class Weights:
         excluded_from_checkpoint: Collection[str] = (),
         partial: Collection[str] = (),
         parts_of_units: bool = False,
+        whole: WholeWeights | None = None,
     ) -> None:
         self._root = root
         self._model = model
@@ -109,18 +99,13 @@ class Weights:
         self._buffers = Buffers(model, ranks)
         self._sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._accumulates = False
-        self._same_call = SameCall(ranks)
-        self._generating = 0
-        self.stepping = self.is_alone = False
-        self.gather_to_generate: bool | None = None
-        self._parts: Gathering | None = None
-        if isinstance(root, FSDPModule):
-            self._parts = gather_for_parts(root, self._same_call.compare, self._free_after_part)
-            if parts_of_units and ranks.layout.tensor > 1:
-                self._parts.gather_inside_units()
-            initialise_root(root)
         compute, master = COMPUTE_DTYPE[precision], MASTER_DTYPE[precision]
-        self._master, self._compute, self._sums = master, compute, SUM_DTYPE[precision]
+        self._master, self._sums = master, SUM_DTYPE[precision]
+        self.unit_calls = UnitCalls(ranks)
+        if isinstance(root, FSDPModule):
+            whole = WholeUnits(root, ranks, compute, self._sharded, self.unit_calls, parts_of_units=parts_of_units)
+            initialise_root(root)
+        self.whole = whole or WholeWeights(root, ranks, compute)
         self.starts: dict[str, int] = {}
         self._computed = dict(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self._computed.items()}
@@ -140,7 +125,6 @@ class Weights:
                 self.parameters[name] = self._masters.keep(name, parameter)
         self._sum_in_full()
         self._num_copies = {name: self._copies(name) for name in self.parameters}
-        self.unit_calls = UnitCalls(ranks)
         self.compiled_buffers = CompiledBuffers(model)
         self._watch_units()
 
@@ -225,7 +209,7 @@ class Weights:
         Raises:
             ModelError: names one.
         """
-        self._free_gathered()
+        self.whole.free()
         if added := [*self.added()]:
             raise ModelError(
                 f"the parameter {added[0]} was made after the model was built: the optimizer does not have it, nor do "
@@ -330,99 +314,6 @@ class Weights:
         """Inside, the model's parameters have their whole shapes, and `tensors` gives them; all ranks enter it."""
         return nullcontext()
 
-    @contextmanager
-    def method(self, name: str, compute: torch.dtype) -> Iterator[None]:
-        """Inside, a method runs outside of the model's forward: operations get weights whole, where they use them.
-
-        Args:
-            name: of the method, which all ranks have to call.
-            compute: the dtype of the computation.
-        """
-        if not self._outside() or self._generating:
-            yield
-            return
-        if not self._same_call.running:
-            self._free_gathered()
-        with self._same_call.method(name):
-            if name == "generate":
-                self._same_call.compare(name)
-                with self.generating() as whole, nullcontext() if whole else self._whole_operands(compute):
-                    yield
-                return
-            with self._whole_operands(compute):
-                yield
-
-    @contextmanager
-    def generating(self) -> Iterator[bool]:
-        """Inside, the model generates, on all ranks; whether its weights are gathered meanwhile, once for all tokens.
-
-        That is as `gather_to_generate` has it, and then each rank goes on by itself. Otherwise each token gathers them
-        anew, and the ranks keep step. It takes the memory of the whole model in the dtype of the computation.
-        """
-        whole = not self._generating and self._can_be_gathered() and self._same_call.agree(self._gathers())
-        self._generating += 1
-        try:
-            if whole:
-                self._free_gathered()  # it may be from before weights were changed in place
-                models = [module for module in self._root.modules() if isinstance(module, GenerationMixin)]
-                with without_modes(ShardedOperands), self._gathered(), alone(models):
-                    self.is_alone = True
-                    yield True
-            else:
-                yield False
-        finally:
-            self._generating -= 1
-            self.is_alone &= not whole
-
-    def _can_be_gathered(self) -> bool:
-        """Whether weights are sharded, and a forward that has them all involves no other rank."""
-        layout = self._ranks.layout
-        apart = layout.tensor == layout.sequence == 1 and self._ranks.expert_mesh is None
-        return self._ranks.mesh is not None and apart and self._outside()
-
-    def _gathers(self) -> bool:
-        if self.gather_to_generate is not None:
-            return self.gather_to_generate
-        sizes = [shape.numel() for name, shape in self.shapes.items() if name not in self._whole]
-        here = 1 if self._ranks.device.type == "cuda" else min(self._ranks.world_size, os.cpu_count() or 1)
-        return 2 * here * sum(sizes) * self._compute.itemsize <= free_bytes(self._ranks.device)
-
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Inside, all weights are gathered, and forwards leave them so."""
-        assert isinstance(self._root, FSDPModule)
-        assert self._parts is not None
-        try:
-            for module in self._sharded:
-                module.unshard()
-            self._parts.paused = True
-            with without_hooks(self._root):
-                yield
-        finally:
-            self._parts.paused = False
-            self._free_gathered()
-
-    def _free_after_part(self, *_: object) -> None:
-        """In a method, free the root's weights, which the method may change in place; `generate` only reads them."""
-        if self._same_call.running and not self._generating and not torch.is_grad_enabled():
-            self._free_gathered()
-
-    def _free_gathered(self) -> None:
-        """Free gathered weights; the next use gathers them again."""
-        for module in self._sharded:
-            module.reshard()
-
-    def _outside(self) -> bool:
-        """Whether weights are sharded, and not gathered for a forward."""
-        return isinstance(self._root, FSDPModule) and is_at_rest(self._root)
-
-    def _whole_operands(self, compute: torch.dtype) -> AbstractContextManager[object]:
-        if isinstance(self._root, FSDPModule) and self._outside():
-            units = self._sharded if self._ranks.layout.tensor > 1 else ()
-            used = self.unit_calls.filling.used.add
-            return ShardedOperands(self._root, compute, self._same_call.compare, used, units)
-        return nullcontext()
-
     def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
         """Whether every rank holds all of a parameter."""
         return not isinstance(parameter, DTensor)
@@ -516,8 +407,7 @@ class Weights:
         After a forward without a backward (the probe, an evaluation) FSDP2 keeps the root's weights gathered, and the
         next forward would take those instead of the changed ones.
         """
-        for module in self._sharded:
-            module.reshard()
+        self.whole.free()
         for computed, master in self._masters.pairs.values():
             computed.copy_(master)
 

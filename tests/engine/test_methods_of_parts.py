@@ -53,7 +53,7 @@ class Scored(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
 
         Of the first call the names are compared too.
         """
-        self._rank_context().weights.gather_to_generate = gathered
+        self._rank_context().weights.whole.gather_to_generate = gathered
         counts, found = [], []
         for tokens in (1, 2, BATCH["max_new_tokens"]):
             found = self.generate(torch.tensor(input_ids), **{**BATCH, "max_new_tokens": tokens}).tolist()

@@ -108,7 +108,7 @@ def rows() -> torch.Tensor:
 
 def steps(model: Whole, weights: Weights, x: torch.Tensor, way: str) -> dict[str, Any]:
     """The outputs of methods before any forward, and gradients of two micro-batches."""
-    in_methods(model, partial(weights.method, compute=torch.float64), own_methods(model))
+    in_methods(model, weights.whole.method, own_methods(model))
     with torch.no_grad():
         told: dict[str, Any] = {"first": model.first_block(x), "parts": model.by_parts(x)}
     model.averaged()
@@ -136,7 +136,7 @@ def on_ranks(layout: str) -> list[dict[str, Any]]:
         model = made()
         weights, ranks = sharded(model, layout)
         found.append(steps(model, weights, rows().chunk(2)[ranks.rank], way))
-        with weights.method("other", torch.float64), torch.no_grad():
+        with weights.whole.method("other"), torch.no_grad():
             before = model.head.weight.sum().item()
             with pytest.raises(ModelError, match="no effect"):  # sharding goes on with the tensor that was there
                 model.gain.data = model.gain.data * 2
@@ -148,7 +148,7 @@ def on_ranks(layout: str) -> list[dict[str, Any]]:
             assert (model.head.weight.ndim, len(model.head.weight), model.head.weight.size(1)) == (2, 3, WIDTH)
             for parameter in model.parameters():
                 torch.zeros_like(parameter).add_(parameter.grad if parameter.grad is not None else 0)
-        with weights.method("draws", torch.float64):
+        with weights.whole.method("draws"):
             torch.manual_seed(9)
             if layout == "fsdp1":
                 with pytest.raises(ModelError, match="would repeat one another"), torch.no_grad():
@@ -167,15 +167,15 @@ def on_ranks(layout: str) -> list[dict[str, Any]]:
                     assert all(torch.equal(whole(one), other) for one, other in zip(filled, drawn, strict=True))
         if layout != "fsdp1":
             continue
-        with weights.method("lists", torch.float64):
+        with weights.whole.method("lists"):
             every = [parameter for parameter in model.parameters() if parameter.grad is not None]
             torch._foreach_mul_([parameter.grad for parameter in every], 0.5)
             torch._foreach_lerp_([p.detach().clone() for p in every], [p.detach() for p in every], 0.5)
-            weights.stepping = True
+            weights.whole.stepping = True
             with torch.no_grad(), pytest.raises(ModelError, match="step of an optimizer"):
                 every[0].norm()
-            weights.stepping = False
-        with weights.method("other", torch.float64):
+            weights.whole.stepping = False
+        with weights.whole.method("other"):
             for read in (*READS, partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)):
                 with pytest.raises(ModelError, match="this rank's part alone"):
                     read() if isinstance(read, partial) else read(model.head.weight)
@@ -219,7 +219,7 @@ def not_the_same() -> list[str]:
         for names in (("by_parts", ""), ("by_parts", "first_block")):
             model = made()
             weights, ranks = sharded(model, layout)
-            in_methods(model, partial(weights.method, compute=torch.float64), own_methods(model))
+            in_methods(model, weights.whole.method, own_methods(model))
             try:
                 if names[ranks.rank]:
                     getattr(model, names[ranks.rank])(rows())

@@ -184,7 +184,7 @@ def direct_gradient() -> list[float]:
     materialise(model, dtype=torch.bfloat16, device=torch.device("cpu"))
     weights = Weights(model, model, "pure_bf16", ranks)
     weights.begin_micro_batch(True)
-    with weights.method("own", torch.bfloat16):
+    with weights.whole.method("own"):
         loss = (model.weight.float() * (1.0 if ranks.is_main else 2.0**-9)).sum()
     loss.backward()
     grad = weights.parameters["weight"].grad

@@ -160,10 +160,9 @@ class ModelState:
             )
         self.weights: Weights = self._shard(directory, checkpoint, training)
         if ranks.mesh is not None:
-            compute = COMPUTE_DTYPE[recipe.actor.model.precision]
-            in_methods(self.inner, lambda name: self.weights.method(name, compute), own_methods(self.inner))
+            in_methods(self.inner, self.weights.whole.method, own_methods(self.inner))
             if isinstance(self.model, LanguageRoot):
-                in_methods(self.model, lambda _: self.weights.generating(), ["generate"])
+                in_methods(self.model, lambda _: self.weights.whole.generating(), ["generate"])
         if checkpoint is not None:
             state = load_weights_only(checkpoint, self.weights)
             self._check_excluded(checkpoint, state)

@@ -1,0 +1,54 @@
+"""Weights of FSDP1 that are used whole outside of the model's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from shardtune.parallel.flat_operands import FlatOperands
+from shardtune.parallel.fsdp1 import FlatSharding, Flattening
+from shardtune.parallel.torch_private import free_gathered, in_backward, without_modes
+from shardtune.parallel.whole_weights import WholeWeights
+
+
+class WholeFlatWeights(WholeWeights):
+    """The counterpart of `WholeUnits` for FSDP1.
+
+    Args:
+        sharding: of the model.
+        flattened: what FSDP1 has joined.
+        compute: the dtype of the computation.
+    """
+
+    def __init__(self, sharding: FlatSharding, flattened: Flattening, compute: torch.dtype) -> None:
+        super().__init__(sharding.root, sharding.ranks, compute)
+        self._flattened = flattened
+        flattened.compare_parts(self._same_call.compare, self.free_after_part)
+
+    def _are_sharded(self) -> bool:
+        return not self._flattened.in_forward and not in_backward()
+
+    def _operands(self) -> AbstractContextManager[object]:
+        if not self._are_sharded():
+            return nullcontext()
+        flattened = self._flattened
+        return FlatOperands(flattened.owners, flattened.root, self._same_call.compare, self._updating)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        with without_modes(FlatOperands), self._flattened.gathered():
+            yield
+
+    def _count(self) -> int:
+        return sum(self._flattened.shapes[name].numel() for name in self._flattened.places)
+
+    def _updating(self) -> bool:
+        """Whether an optimizer changes the weights; a closure that it calls computes gradients of whole ones."""
+        return self.stepping and not torch.is_grad_enabled()
+
+    def free(self) -> None:
+        with without_modes(FlatOperands):  # which refuse what FSDP1 does with its parameters
+            for shell in self._flattened.wrapped:
+                free_gathered(shell)
