@@ -95,6 +95,11 @@ OF_NUMBERS: tuple[Fault, ...] = (
         "half_offsets", "rows told apart by numbers too large for bf16", "layouts", ("precision makes the difference",),
         adapter="HalfOffsets", changes={"actor.model.precision": "bf16"},
     ),
+    Fault(
+        "rounded_batches", "batches rounded to bf16 on several ranks alone", "layouts",
+        ("several ranks part from one process", "precision makes the difference"), plugin="rounded_batches.py",
+        adapter="Regressor", changes={"actor.model.precision": "bf16"}, options=TWO_RANKS,
+    ),
     Fault("compiled", "a shortcut where the model is compiled", "layouts", ("compile makes the difference",), "qwen2",
           plugin="compiled_otherwise.py", changes={"actor.model.compile": True}),
     Fault("centred_parts", "a mean over a tensor rank's part", "layouts", ("tensor makes the difference",), "qwen2",

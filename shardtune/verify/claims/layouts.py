@@ -9,16 +9,13 @@ from shardtune.config import LoraConfig, Recipe
 from shardtune.config.tree import get_value
 from shardtune.errors import ConfigError
 from shardtune.verify.claims.ground import ONE_PROCESS, Ground, comparable_ground_of
-from shardtune.verify.claims.numbers import Gap, Recorded, gaps, run_gaps
+from shardtune.verify.claims.numbers import Recorded, run_gaps
 from shardtune.verify.claims.parity import on_ranks
+from shardtune.verify.claims.rounding import FIRST_LOSS, REGROUPING, RoundedRuns
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed
 
 ROW_BY_ROW: Mapping[str, object] = {"actor.micro_batch_size": 1, "actor.max_tokens_per_micro_batch": None}
-ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "pure_bf16": 2e-2, "fp16": 2e-2}
-"""The relative difference of losses and norms that two layouts may always have in a precision."""
-TIMES = 10.0
-"""Beyond that, so many times the distance of one process in that precision from fp64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +145,7 @@ def check_layouts(runs: ShortRuns) -> str:
     own = runs.recipe.actor.model.precision
     simple = runs.new("simple", {**ground.changes, **_simplest(ground)}, ranks=1)
     exact = [ground.exact_run(ranks) for ranks in ground.ranks]
-    own_changes = ground.at(own)
-    rounded = [
-        runs.new(own, own_changes, ranks=ground.ranks[-1]),
-        runs.new(f"{own}-simple", {**own_changes, **_simplest(ground)}, ranks=1),
-    ]
-    simple, *made = runs.several([simple, *exact, *(rounded if own != "fp64" else [])])
+    simple, *made = runs.several([simple, *exact, *(_rounded(ground, own) if own != "fp64" else [])])
     worst = max(_require_simple(ground, simple, run) for run in made[: len(exact)])
     layouts = [switch.name for switch in _active(ground, max(ground.ranks))]
     text = (
@@ -162,12 +154,27 @@ def check_layouts(runs: ShortRuns) -> str:
     )
     if own == "fp64":
         return text
-    laid_out, alone = made[len(exact) :]
-    return text + _rounding(laid_out, alone, simple, own)
+    alone, laid_out, *by_row = (Recorded(run).log for run in made[len(exact) :])
+    same = not REGROUPING.intersection(layouts)
+    return text + RoundedRuns(own, Recorded(simple).log, alone, laid_out, *by_row or [None], same_forwards=same).check()
+
+
+def _rounded(ground: Ground, own: str) -> list[ShortRun]:
+    """The runs in the recipe's own precision: of one process, as laid out, and on ranks row by row."""
+    changes, ranks = ground.at(own), ground.ranks[-1]
+    alone = ground.runs.new(f"{own}-simple", {**changes, **_simplest(ground)}, ranks=1)
+    laid_out = ground.runs.new(own, changes, ranks=ranks)
+    if ranks == 1 or own not in FIRST_LOSS:
+        return [alone, laid_out]
+    return [alone, laid_out, ground.runs.new(f"{own}-by-row", {**changes, **_by_row(ground)}, ranks=ranks)]
+
+
+def _by_row(ground: Ground) -> Mapping[str, object]:
+    return ROW_BY_ROW if ground.side.numbers_rows else {}
 
 
 def _simplest(ground: Ground) -> Mapping[str, object]:
-    return {**ONE_PROCESS, **(ROW_BY_ROW if ground.side.numbers_rows else {})}
+    return {**ONE_PROCESS, **_by_row(ground)}
 
 
 def _active(ground: Ground, ranks: int) -> list[Switch]:
@@ -212,31 +219,3 @@ def _blamed(blame: Blame | None) -> str:
     return "; ".join(
         [*before, f"without {blame.switch.name} it does not: {blame.switch.name} makes the difference"]
     ) + (together)
-
-
-def _rounding(laid_out: ShortRun, rounded: ShortRun, exact: ShortRun, precision: str) -> str:
-    """How far layouts are apart in the recipe's own precision, beside its own rounding.
-
-    Args:
-        laid_out: the recipe's layout.
-        rounded: one process.
-        exact: one process in fp64.
-        precision: of the first two.
-
-    Raises:
-        Failed: the layout is further away than rounding explains.
-    """
-
-    def furthest(one: ShortRun, other: ShortRun) -> Gap:
-        found = [gap for gap in gaps(Recorded(one), Recorded(other)) if not gap.is_weight]
-        return max(found, key=lambda gap: gap.size)
-
-    spread, worst = furthest(exact, rounded).size, furthest(rounded, laid_out)
-    if worst.size > max(ROUNDING[precision], TIMES * spread):
-        raise Failed(
-            f"in {precision} the recipe's layout parts from one process in step {worst.step}: {worst}, where one "
-            f"process is {spread:.2g} away from fp64; in fp64 they agree: precision makes the difference",
-            where=f"step {worst.step}: {worst.name}, precision",
-            remedy="see whether sums, norms or logarithms are taken in half precision: .float() before them",
-        )
-    return f"; in {precision} {worst.size:.1g} apart in losses and norms, where one process is {spread:.1g} from fp64"

@@ -14,13 +14,15 @@ from shardtune.verify.claims.evidence import LOSS, NORM, apart
 from shardtune.verify.claims.short_runs import ShortRun
 
 MEASURED = (LOSS, NORM)
+Log = Sequence[tuple[float, float]]
+"""(loss, gradient norm) of each step."""
 
 
 class Numbers(Protocol):
     """What a run computed."""
 
     @property
-    def log(self) -> Sequence[tuple[float, float]]:
+    def log(self) -> Log:
         """(loss, gradient norm) of each step."""
         ...
 
@@ -76,6 +78,13 @@ class Gap:
         return f"{self.name} is {self.found:.12g} and not {self.expected:.12g} (relative {self.size:.2g})"
 
 
+def measured_gaps(expected: Log, found: Log) -> Iterator[Gap]:
+    """The losses and norms of two runs, step by step."""
+    for number, pairs in enumerate(zip(expected, found, strict=True), 1):
+        for name, right, own in zip(MEASURED, *pairs, strict=True):
+            yield Gap(number, name, apart(right, own), own, right)
+
+
 def gaps(expected: Numbers, found: Numbers, *, least: float = 0.0) -> Iterator[Gap]:
     """All numbers of two runs, step by step: loss, norm, then the weights that both have, the furthest first.
 
@@ -84,9 +93,9 @@ def gaps(expected: Numbers, found: Numbers, *, least: float = 0.0) -> Iterator[G
         found: those that are checked.
         least: the size that a weight is taken to have at least, in which its difference is measured.
     """
-    for number, pairs in enumerate(zip(expected.log, found.log, strict=True), 1):
-        for name, right, own in zip(MEASURED, *pairs, strict=True):
-            yield Gap(number, name, apart(right, own), own, right)
+    measured = list(measured_gaps(expected.log, found.log))
+    for number in range(1, len(expected.log) + 1):
+        yield from (gap for gap in measured if gap.step == number)
         weights, others = expected.weights(number), found.weights(number)
         sizes = [(weight_gap(weights[name], others[name], least), name) for name in weights if name in others]
         yield from (Gap(number, name, size) for size, name in sorted(sizes, key=lambda pair: -pair[0]))

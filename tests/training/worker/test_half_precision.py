@@ -6,20 +6,26 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from shardtune import Adapter, FSDPSftWorker, LossSum, Sample
 from shardtune.config import load_recipe
+from shardtune.parallel import fsdp2
 from shardtune.run.choose_worker import make_worker
 from shardtune.training.worker.reported import training_method
 from shardtune.training.worker.run_context import silent
+from shardtune.verify.claims.rounding import RoundedRuns
+from shardtune.verify.result import Failed
 from tests.support.dist.ranks import run_ranks
 
 WIDTH, ROWS, MICRO = 8, 16, 2
@@ -116,10 +122,22 @@ def trained(kind: str, precision: str, backend: str, folder: str) -> list[tuple[
     return [(step["train/loss"], step["train/grad_norm"]) for step in found]
 
 
-def trained_by(
-    kinds: Sequence[tuple[str, str]], folder: str, backends: Sequence[str]
-) -> dict[tuple[str, str, str], list[tuple[float, float]]]:
+Logs = dict[tuple[str, str, str], list[tuple[float, float]]]
+
+
+def trained_by(kinds: Sequence[tuple[str, str]], folder: str, backends: Sequence[str]) -> Logs:
     return {(*kind, backend): trained(*kind, backend, folder) for kind in kinds for backend in backends}
+
+
+def right_and_rounded(kinds: Sequence[tuple[str, str]], folder: str, backends: Sequence[str]) -> tuple[Logs, Logs]:
+    """What is logged; and of the first two kinds if FSDP2 rounds whatever goes into the model and its units."""
+
+    def rounding(module: nn.Module, *, mp_policy: MixedPrecisionPolicy, **settings: Any) -> Any:
+        return fully_shard(module, mp_policy=replace(mp_policy, cast_forward_inputs=True), **settings)
+
+    right = trained_by(kinds, folder, backends)
+    with patch.object(fsdp2, "fully_shard", rounding):
+        return right, trained_by(kinds[:2], folder, ["fsdp"])
 
 
 KINDS = [("worker", "bf16"), ("adapter", "bf16"), ("adapter", "fp16")]
@@ -128,8 +146,14 @@ KINDS = [("worker", "bf16"), ("adapter", "bf16"), ("adapter", "fp16")]
 def test_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbers()))
     one = trained_by(KINDS, str(tmp_path), ["fsdp"])
-    two = run_ranks(trained_by, 2, KINDS, str(tmp_path), BACKENDS)
-    for (kind, precision, backend), found in two[0].items():
+    two = run_ranks(right_and_rounded, 2, KINDS, str(tmp_path), BACKENDS)
+    assert two[0] == two[1]
+    right, rounded = two[0]
+    for (kind, precision, backend), found in right.items():
         alone = one[kind, precision, "fsdp"]
-        assert found == two[1][kind, precision, backend]
         assert found[0] == pytest.approx(alone[0], rel=1e-6), (kind, precision, backend)
+        assert "the first step row by row" in RoundedRuns(precision, alone, alone, found, found, True).check()
+    for (kind, precision, _), found in rounded.items():
+        alone = one[kind, precision, "fsdp"]
+        with pytest.raises(Failed, match=f"in {precision} several ranks part from one process in step 1"):
+            RoundedRuns(precision, alone, alone, found, found, True).check()
