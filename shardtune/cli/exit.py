@@ -85,13 +85,13 @@ def _print(error: BaseException) -> int:
         text = "interrupted"
     else:
         code, text = _explain(error)
-    if launched and not isinstance(error, Interrupted):
+    if launched:
         from shardtune.launch.local import write_report
 
         write_report(rank, error, text)
-    elif rank == 0 or not (launched or (isinstance(error, Interrupted) and error.together)):
+    elif rank == 0 or not (isinstance(error, Interrupted) and error.together):
         kind = "" if isinstance(error, Interrupted) else "error: "
-        prefix = f"rank {rank}: " if "RANK" in os.environ and not launched else ""
+        prefix = f"rank {rank}: " if "RANK" in os.environ else ""
         with suppress(OSError):
             print(f"{prefix}{kind}{printable(text)}", file=sys.stderr)
     return code

@@ -24,7 +24,7 @@ from shardtune.launch.cores import threads_of_rank
 from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
 from shardtune.launch.module_process import module_command, module_environment
 from shardtune.launch.rank_logs import BEGUN, RankLog, log_file
-from shardtune.launch.signals import LAUNCHER_PID, SIGNALS, StopSignal, listening
+from shardtune.launch.signals import LAUNCHER_PID, NOTHING_TRAINED, SIGNALS, StopSignal, listening
 
 REPORT_DIR = "SHARDTUNE_REPORT_DIR"
 """The directory to which a rank writes its error, for the launcher to show."""
@@ -80,6 +80,7 @@ class RankReport:
         consequence: whether it only follows from the end of another rank.
         message: shown to the user.
         stuck: whether the watchdog found the ranks stuck.
+        stopped: whether it is no error, but a stop by a signal.
     """
 
     rank: int
@@ -88,6 +89,7 @@ class RankReport:
     consequence: bool
     message: str
     stuck: bool = False
+    stopped: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> RankReport:
@@ -112,13 +114,19 @@ def launch_id() -> str | None:
 
 
 def write_report(rank: int, error: BaseException, message: str) -> None:
-    """Write an error report for the launcher, if there is one."""
+    """Write a report of an error, or of a stop, for the launcher, if there is one."""
     folder = os.environ.get(REPORT_DIR)
     if folder is None:
         return
     consequence = lost_a_peer(error)
     report = RankReport(
-        rank, time.time(), isinstance(error, ShardtuneError), consequence, message, isinstance(error, RanksStuck)
+        rank,
+        time.time(),
+        user_error=isinstance(error, ShardtuneError),
+        consequence=consequence,
+        message=message,
+        stuck=isinstance(error, RanksStuck),
+        stopped=isinstance(error, Interrupted),
     )
     file = Path(folder, f"rank_{rank}.json")
     partial = file.with_suffix(".partial")
@@ -280,7 +288,7 @@ def raise_outcome(
         stop_sent: whether the ranks were sent SIGTERM.
         gone: for each rank that stopped responding, the reason.
     """
-    causes = [report for report in reports if not report.consequence]
+    causes = [report for report in reports if not report.consequence and not report.stopped]
     mistake = next((report for report in causes if report.user_error), None)
     if mistake is not None:
         raise ReportedError(mistake.message, mistake.rank)
@@ -300,7 +308,8 @@ def raise_outcome(
     if causes:
         raise RankFailed(f"rank {causes[0].rank} failed:\n{causes[0].message}")
     if stopped & set(codes):
-        raise Interrupted("stopped; all that was trained is saved, the same command continues", together=True)
+        told = sorted((report.rank, report.message) for report in reports if report.stopped)
+        raise Interrupted(told[0][1] if told else NOTHING_TRAINED, together=True)
     # What is left are ranks that ended without a word, by os._exit or in C, and those that noticed the end of others.
     noticed = {report.rank for report in reports}
     ended = [rank for rank, code in enumerate(codes) if code is not None and rank not in noticed]

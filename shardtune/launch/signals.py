@@ -28,6 +28,11 @@ SIGNAL_SECONDS = 0.5
 """How much later than its parent a rank may receive a signal that is sent to both."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """A scheduler's and a user's ways to end a process; SIGHUP is a lost terminal, SIGUSR1 often Slurm's warning."""
+NOTHING_TRAINED = "stopped before anything was trained; the same command starts again"
+"""The message of a stop until it is known whether there is a checkpoint."""
+BEFORE_FIRST_STEP = "stopped before the first step, so nothing is saved; the same command starts again"
+BEFORE_FURTHER_STEP = "stopped before a further step; the same command continues from the last checkpoint"
+AFTER_LAST_STEP = "stopped after the last step; all that was trained is saved, the same command continues"
 
 
 class StopSignal:
@@ -40,10 +45,12 @@ class StopSignal:
     Attributes:
         requested: whether a signal was received.
         own_process: whether the process serves this run alone, so that it may be ended.
+        message: of `Interrupted` while there is nothing to save.
     """
 
     def __init__(self, *, own_process: bool = False) -> None:
         self.requested = False
+        self.message = NOTHING_TRAINED
         self.own_process = own_process
         self._requested_at = 0.0
         self._seen = False  # before its handler has run
@@ -78,7 +85,7 @@ class StopSignal:
     def check(self) -> None:
         """Raise `Interrupted` if a signal was received: the handler's exception may have been caught by other code."""
         if self.requested:
-            raise Interrupted("stopped; all that was trained is saved, the same command continues")
+            raise Interrupted(self.message)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

@@ -95,6 +95,7 @@ def _train(loaded: Recipe, objects: Objects, recording: Recording | None) -> Run
         for note in loaded.notes:  # the ranks read a recipe without them
             display.report(note)
         with listening() as stop:
+            stop.message = plan.message_of_stop
             (train_on_ray if by_ray else train_on_this_machine)(loaded, plan, display, stop, recording)
         return Run(plan.run_dir, trained_here=True)
     return Run(train_rank(loaded, objects, recording=recording), trained_here=True)

@@ -26,6 +26,7 @@ from shardtune.data.file_lock import FileLock
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.launch.events import ALIVE
 from shardtune.launch.local import launch_id, restarted_launch
+from shardtune.launch.signals import BEFORE_FIRST_STEP, BEFORE_FURTHER_STEP
 from shardtune.run.identity import (
     CHECKPOINTS,
     CONFIG,
@@ -75,6 +76,11 @@ class RunPlan:
     finished: bool = False
     move_aside: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def message_of_stop(self) -> str:
+        """What a signal before this run's next step ends with."""
+        return BEFORE_FIRST_STEP if self.resume_from is None else BEFORE_FURTHER_STEP
 
 
 def run_directory(recipe: Recipe) -> Path:

@@ -82,6 +82,7 @@ def train_rank(
             # Every rank runs these checks, so that none waits for another that has failed. Of several, each looks at a
             # part of the files when the checkpoint is verified (`sound_first`).
             plan = plan_run(recipe, sizes=not is_one_of_several())
+            stop.message = plan.message_of_stop
             report = display.report if display else silent
             in_memory = object_inputs(recipe, objects) if main else Inputs()
             with connecting():

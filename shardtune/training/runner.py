@@ -19,7 +19,7 @@ from shardtune.evaluate.loss import check_monitors
 from shardtune.launch.events import Alive
 from shardtune.launch.outcome import recorded_end
 from shardtune.launch.progress import CALLBACK, EVALUATION, FIRST_STEP, LOADING, PROGRESS, START, STEP
-from shardtune.launch.signals import StopSignal
+from shardtune.launch.signals import AFTER_LAST_STEP, BEFORE_FIRST_STEP, StopSignal
 from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
 from shardtune.training.anomalies import Anomaly
 from shardtune.training.callbacks import (
@@ -176,6 +176,7 @@ class SFTRunner:
                     self._alive.begin()
                 with recorded:
                     self._train()
+                self._stop.message = AFTER_LAST_STEP
             finally:
                 PROGRESS.phase = START  # what follows has no steps that could be counted
                 if ranks.is_main:
@@ -431,7 +432,9 @@ class SFTRunner:
         if reason == 2.0:
             raise directory_is_gone(self.run_dir)
         self._save_now("stopping: saving a checkpoint first")
-        raise Interrupted(f"stopped after step {self._actor.step}; the same command continues", together=True)
+        step = self._actor.step
+        message = f"stopped after step {step}; the same command continues" if step else BEFORE_FIRST_STEP
+        raise Interrupted(message, together=True)
 
     def _save_now(self, message: str) -> None:
         """Save the current state, in the middle of a step too; before the first step there is nothing to save."""

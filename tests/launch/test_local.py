@@ -23,6 +23,7 @@ PEER = RankReport(0, 2.0, False, True, "Connection closed by peer")
 BUG = RankReport(1, 1.0, False, False, "Traceback: ValueError: on purpose")
 STUCK = RankReport(0, 1.0, False, False, "no progress for 600 s: rank 1 is stopped", stuck=True)
 MISTAKE = RankReport(1, 1.0, True, False, "the recipe is wrong")
+STOP = RankReport(1, 1.0, False, False, "stopped after step 3; the same command continues", stopped=True)
 
 
 def test_all_is_well(capfd: pytest.CaptureFixture[str]) -> None:
@@ -46,14 +47,14 @@ def test_a_stop_that_comes_after_the_end_changes_nothing() -> None:
         ([-6, 1], [BUG], False, RankFailed, "rank 1 failed"),  # the abort follows from the error
         ([None, 1], [BUG], False, RankFailed, "rank 1 failed"),  # the other had to be killed
         ([1, 2], [MISTAKE, PEER], False, ReportedError, "the recipe is wrong"),
-        ([75, 75], [], True, Interrupted, "the same command continues"),
-        ([75, 1], [PEER], False, Interrupted, "the same command continues"),  # stopped before training, one rank alone
-        ([75, -15], [], True, Interrupted, "the same command continues"),  # before it could listen
+        ([75, 75], [STOP], True, Interrupted, "stopped after step 3"),
+        ([75, 1], [PEER, STOP], False, Interrupted, "stopped after step 3"),  # one rank alone
+        ([75, -15], [], True, Interrupted, "before anything was trained"),  # before it could listen
         ([0, -15], [], False, RankFailed, "rank 1 was ended by SIGTERM"),
         ([1, 1], [PEER], False, RankFailed, "rank 1 ended with exit code 1 and without an error"),
         ([1, 0], [PEER], False, RankFailed, "rank 1 ended with exit code 0 and without an error"),  # by os._exit
         ([1, -15], [PEER], False, RankFailed, "rank 1 was ended by SIGTERM"),
-        ([-10, 75], [], True, Interrupted, "the same command continues"),  # SIGUSR1 before it could listen
+        ([-10, 75], [], True, Interrupted, "before anything was trained"),  # SIGUSR1 before it could listen
         ([76, -9], [STUCK], False, RanksStuck, "no progress for 600 s"),  # what could not run had to be killed
         ([0, 3], [], False, RankFailed, "rank 1 ended with exit code 3"),
     ],

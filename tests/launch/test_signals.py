@@ -262,11 +262,13 @@ def test_a_signal_while_torch_is_imported(tiny: Tiny) -> None:
 
 # What follows needs no process of its own.
 
+FIRST = "before the first step, so nothing is saved"
+
 
 def stopped_in(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, owner: object, method: str, name: str, **keys: object
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, owner: object, method: str, name: str, message: str, **keys: object
 ) -> None:
-    """Train with a SIGTERM in the middle of a method, then again to the end."""
+    """Train with a SIGTERM in the middle of a method, then again to the end; the message says what is saved."""
     original = getattr(owner, method)
 
     def signalled(*given: object, **known: object) -> object:
@@ -276,7 +278,7 @@ def stopped_in(
     recipe = tiny.recipe(name, **keys)
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, signalled)
-        with pytest.raises(Interrupted):
+        with pytest.raises(Interrupted, match=message):
             shardtune.train(recipe)
     shardtune.train(recipe)
     assert [line["step"] for line in lines(tiny.run(name))] == list(range(1, 9))
@@ -286,33 +288,33 @@ def stopped_in(
 def test_while_tokenising_nothing_is_made(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import shardtune.data.cache.cache as cache
 
-    stopped_in(tiny, monkeypatch, cache, "build_entry", "tokenising", data__cache_dir=str(tmp_path))
+    stopped_in(tiny, monkeypatch, cache, "build_entry", "tokenising", FIRST, data__cache_dir=str(tmp_path))
 
 
 @pytest.mark.slow
 def test_while_the_model_is_loaded(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     import shardtune.training.build.model as construction
 
-    stopped_in(tiny, monkeypatch, construction, "load_weights", "loading")
+    stopped_in(tiny, monkeypatch, construction, "load_weights", "loading", FIRST)
 
 
 def test_while_a_checkpoint_is_written(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     import shardtune.checkpoint.training_state as training
 
-    stopped_in(tiny, monkeypatch, training, "save_tensors", "saving", runner__save_interval=3)
+    stopped_in(tiny, monkeypatch, training, "save_tensors", "saving", "after step 3;", runner__save_interval=3)
 
 
 def test_while_answers_are_generated(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardtune.evaluate.generate import Generator
 
     keys = {"data__eval_data_paths": str(tiny.folder / "eval.jsonl"), "eval__generate": True, "eval__max_new_tokens": 4}
-    stopped_in(tiny, monkeypatch, Generator, "_answer", "generating", runner__val_check_interval=4, **keys)
+    stopped_in(tiny, monkeypatch, Generator, "_answer", "generating", "step 4;", runner__val_check_interval=4, **keys)
 
 
 def test_while_final_is_written(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     import shardtune.training.worker.model_export as exporting
 
-    stopped_in(tiny, monkeypatch, exporting, "save_pretrained", "finishing")
+    stopped_in(tiny, monkeypatch, exporting, "save_pretrained", "finishing", "after the last step; all")
     assert [path.name for path in tiny.run("finishing").glob(".final*")] == []
 
 
