@@ -101,8 +101,9 @@ def materialise(
         frozen: the dtype of parameters that are not trained, if it is another.
 
     Raises:
-        ModelError: a buffer without values that no checkpoint or weight file could fill.
+        ModelError: a buffer without values that no checkpoint or weight file could fill, or modules in a plain list.
     """
+    _refuse_unregistered(root)
     # One object may have several names, and moving must not part them.
     shared = _names_by_parameter(root)
     kept = {id(buffer) for buffer in persistent_buffers(root).values()}
@@ -144,6 +145,26 @@ def materialise(
         for name in others:
             module, _, attribute = name.rpartition(".")
             set_parameter(root.get_submodule(module), attribute, parameter)
+
+
+def _refuse_unregistered(root: nn.Module) -> None:
+    """Refuse modules in plain lists and dicts: without a name in the model they get no values, and are not trained.
+
+    What is a part of the model by another name may stand in a list as well.
+    """
+    known = {id(parameter) for parameter in root.parameters()}
+    for prefix, module in root.named_modules():
+        for key, value in vars(module).items():
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            for each in inside:
+                if isinstance(each, nn.Module) and any(p.is_meta and id(p) not in known for p in each.parameters()):
+                    plain = type(value).__name__
+                    raise ModelError(
+                        f"{f'{prefix}.' if prefix else ''}{key} is a plain {plain} with modules in it, which are no "
+                        "part of the model: they get no weights, and are neither trained nor saved",
+                        where=type(module).__name__,
+                        remedy=f"make it an nn.{'ModuleDict' if plain == 'dict' else 'ModuleList'}",
+                    )
 
 
 def _names_by_parameter(root: nn.Module) -> list[list[str]]:

@@ -14,6 +14,7 @@ import shardtune
 from shardtune import Adapter, LossSum, Sample, TrainEngine
 from shardtune.config import load_recipe
 from shardtune.errors import ModelError, ShardtuneError
+from shardtune.parallel.meta_init import init_empty_weights, materialise
 from shardtune.run.dry_run import dry_run
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole
@@ -209,6 +210,23 @@ def test_on_one_rank_what_a_forward_writes_is_lost_in_half_precision_alone(tmp_p
     assert isinstance(trained(MaxNorm, "fsdp", tmp_path / "32", "fp32"), dict)
     told = trained(MaxNorm, "fsdp", tmp_path / "16", "bf16")
     assert "its forward writes into weights that are rounded anew from those in full precision" in told
+
+
+class Listed(Net):
+    """What is registered may be in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.extra = [self.head], {"way": nn.Linear(6, 6)}
+
+
+def test_modules_in_plain_lists_are_refused_where_they_get_no_weights() -> None:
+    with init_empty_weights():
+        model = Listed()
+    with pytest.raises(ModelError, match=r"(?s)extra is a plain dict with modules in it.*nn.ModuleDict"):
+        materialise(model, dtype=torch.float32, device=torch.device("cpu"))
+    model.extra.clear()
+    materialise(model, dtype=torch.float32, device=torch.device("cpu"))
 
 
 class Adapted(Adapter):

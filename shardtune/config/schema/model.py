@@ -25,7 +25,13 @@ from shardtune.config.values import (
 class LoraConfig(Section):
     r: Count = key(16, "The rank of the LoRA matrices.")
     alpha: Number = key(32.0, "The scale of LoRA: its output is multiplied by alpha / r.", gt=0)
-    dropout: Number = key(0.0, "Dropout on the inputs of LoRA, in training.", ge=0, lt=1)
+    dropout: Number = key(
+        0.0,
+        "Dropout on the inputs of LoRA, in training. What it drops depends on micro-batches and ranks, so above 0 "
+        "numbers of other layouts differ.",
+        ge=0,
+        lt=1,
+    )
     target_modules: NamePatterns = key(
         "all-linear",
         "The modules that get LoRA: all-linear (except the head), a list of name endings, or a regular expression for "
