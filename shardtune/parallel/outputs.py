@@ -6,6 +6,7 @@ anything: `class Output: def __init__(self, loss, logits)`, a distribution of to
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import deque
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardtune.parallel.torch_private import base_of
+from shardtune.parallel.torch_private import base_of, tree_map
 
 GROUPS = (list, tuple, set, frozenset, deque)
 NOT_ENTERED = (str, bytes, int, float, type, ModuleType, nn.Module)
@@ -58,3 +59,31 @@ def tensors_in(value: object, *, hidden: bool = False, bases: bool = False) -> l
         waiting += [(one, True) for one in reversed(others)]
         waiting += [(one, hides) for one in reversed(inside)]
     return found
+
+
+def with_tensors(value: object, others: Mapping[int, torch.Tensor]) -> object:
+    """What a module returns, with other tensors in the places of some; an object that holds one is copied.
+
+    Args:
+        value: what the module returns.
+        others: by the id of the tensor that each replaces.
+    """
+    copies: dict[int, object] = {}
+
+    def replaced(item: object) -> object:
+        if isinstance(item, torch.Tensor):
+            return others.get(id(item), item)
+        if item is None or isinstance(item, (*NOT_ENTERED, set, frozenset)):
+            return item
+        if id(item) in copies:
+            return copies[id(item)]
+        if all(id(tensor) not in others for tensor in tensors_in(item)):
+            return item
+        copies[id(item)] = made = copy.copy(item)
+        state: Any = object.__getstate__(item)
+        for values in state if isinstance(state, tuple) else (state,):
+            for name, attribute in (values or {}).items():
+                object.__setattr__(made, name, tree_map(replaced, attribute))
+        return made
+
+    return tree_map(replaced, value)

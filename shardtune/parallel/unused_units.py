@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from shardtune.parallel.torch_private import tree_iter, tree_map_only
+from shardtune.parallel.outputs import tensors_in, with_tensors
+from shardtune.parallel.torch_private import tree_iter
 
 
 def tie(output: object, others: Sequence[torch.Tensor]) -> object:
@@ -21,11 +22,10 @@ def tie(output: object, others: Sequence[torch.Tensor]) -> object:
         output: of the unit; its tensors that have gradients are copied, or else the first of floating numbers.
         others: tensors with gradients.
     """
-    tensors = [each for each in tree_iter(output) if isinstance(each, torch.Tensor)]
-    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-    tied = [tensor for tensor in floating if tensor.requires_grad] or floating[:1]
+    listed = [each for each in tree_iter(output) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+    tied = tensors_in(output) or listed[:1]
     copies = {id(tensor): Tie.apply(tensor, *others) for tensor in tied}
-    return tree_map_only(torch.Tensor, lambda tensor: copies.get(id(tensor), tensor), output) if copies else output
+    return with_tensors(output, copies) if copies else output
 
 
 class Tie(torch.autograd.Function):

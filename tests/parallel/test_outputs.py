@@ -13,6 +13,7 @@ from torch.distributions import Normal
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardtune.parallel.outputs import tensors_in
+from shardtune.parallel.unused_units import tie
 
 
 class Plain:
@@ -64,3 +65,15 @@ def test_tensors_are_found(make: Any) -> None:
     assert found is tensor or isinstance(made, Normal)  # which expands it
     assert len(tensors_in(made, hidden=True)) == (make in HIDDEN)
     assert not tensors_in(make(tensor.detach()))
+
+
+@pytest.mark.parametrize("make", [*SEEN, Plain, Slotted, Described, Circle])
+def test_others_get_gradients_through_an_object_of_any_kind(make: Any) -> None:
+    """The object itself stays as it is, since it may be held elsewhere."""
+    other, tensor = torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True) * 1
+    made = make(tensor)
+    tied = tie(made, [other])
+    assert type(tied) is type(made)
+    assert tensors_in(made)[0] is tensor
+    tensors_in(tied)[0].sum().backward()
+    assert other.grad is not None
