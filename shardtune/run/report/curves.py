@@ -33,7 +33,8 @@ class Decimated:
         steps: the last one of each point.
         missing: values that were not finite.
         values: finite ones.
-        first: the first value. last: the last one. smallest, largest: of all.
+        first: the first finite value. last: the last one. smallest, largest: of all.
+        ends_missing: whether the last value was not finite.
     """
 
     most: int
@@ -44,17 +45,20 @@ class Decimated:
     last: float = math.nan
     smallest: float = math.inf
     largest: float = -math.inf
+    ends_missing: bool = False
     _size: int = 1
     _sums: list[float] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
     _low: list[float] = field(default_factory=list)
     _high: list[float] = field(default_factory=list)
+    _behind_gap: list[bool] = field(default_factory=list)
 
     def add(self, step: int, value: float | None) -> None:
         """Append a value; None: it was not finite."""
         if value is None:
-            self.missing += 1
+            self.missing, self.ends_missing = self.missing + 1, True
             return
+        is_behind_gap, self.ends_missing = self.ends_missing, False
         self.first = value if not self.values else self.first
         self.values, self.last = self.values + 1, value
         self.smallest, self.largest = min(self.smallest, value), max(self.largest, value)
@@ -71,6 +75,7 @@ class Decimated:
         self._counts.append(1)
         self._low.append(value)
         self._high.append(value)
+        self._behind_gap.append(is_behind_gap)
 
     def _halve(self) -> None:
         """Merge each two neighbouring points."""
@@ -80,15 +85,24 @@ class Decimated:
         self._counts = [sum(self._counts[pair]) for pair in pairs]
         self._low = [min(self._low[pair]) for pair in pairs]
         self._high = [max(self._high[pair]) for pair in pairs]
+        self._behind_gap = [any(self._behind_gap[pair]) for pair in pairs]
         self._size *= 2
 
     def to_json(self) -> dict[str, list[float] | list[int]]:
-        """The points: `x` steps, `y` means, and where a point is of several values, `low` and `high`."""
+        """The points: `x` steps, `y` means; `low` and `high` where a point is of several values; `gaps`, the places
+        of points that no line leads to, as values before them were not finite."""
         means = [total / count for total, count in zip(self._sums, self._counts, strict=True)]
         found: dict[str, list[float] | list[int]] = {"x": self.steps, "y": _rounded(means)}
         if self._size > 1:
             found |= {"low": _rounded(self._low), "high": _rounded(self._high)}
+        if any(self._behind_gap):
+            found["gaps"] = [place for place, is_behind in enumerate(self._behind_gap) if is_behind]
         return found
+
+    @property
+    def last_shown(self) -> str:
+        """The last value in words."""
+        return "not finite" if self.ends_missing else f"{self.last:.4g}"
 
     @property
     def spread(self) -> float:
@@ -127,7 +141,7 @@ class Chart:
 
 
 def read_charts(runs: Sequence[StoredRun]) -> list[Chart]:
-    """The charts of all metrics that the runs logged; each line is read once."""
+    """The charts of all metrics that the runs logged, also of those without a finite value; each line is read once."""
     most = max(FEWEST_POINTS, 2 * (MOST_POINTS // max(2, len(runs))))
     found: dict[str, dict[int, Decimated]] = {}
     for number, run in enumerate(runs):
@@ -139,10 +153,12 @@ def read_charts(runs: Sequence[StoredRun]) -> list[Chart]:
                     if number not in curves:
                         curves[number] = Decimated(most)
                     curves[number].add(step, value)
-    charts = [Chart(name, _group(name), curves) for name, curves in found.items()]
-    return sorted((chart for chart in charts if any(curve.values for curve in chart.curves.values())), key=_place)[
-        :MOST_CHARTS
-    ]
+    return sorted((Chart(name, _group(name), curves) for name, curves in found.items()), key=_place)
+
+
+def drawn(charts: Sequence[Chart]) -> list[Chart]:
+    """The charts that a page draws: the first ones with a finite value."""
+    return [chart for chart in charts if any(curve.values for curve in chart.curves.values())][:MOST_CHARTS]
 
 
 def _group(name: str) -> str:

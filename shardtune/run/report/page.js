@@ -15,7 +15,9 @@
 
   // Numbers.
 
-  const color = (run) => `var(--c${run % 8})`;
+  const COLORS = 8;
+  const color = (run) => `var(--c${run % COLORS})`;
+  const dashes = (run) => ["", "6 3", "2 3"][Math.min(2, Math.floor(run / COLORS))];  // where colours begin again
   const grouped = (value) => value.toLocaleString("en", { maximumFractionDigits: 0 });
   const short = (value) => {
     const size = Math.abs(value);
@@ -147,13 +149,19 @@
   const drawCurve = (group, one, X, Y) => {
     const places = Array.from({ length: one.to - one.from }, (_, at) => one.from + at);
     const spot = (values) => (at) => `${X(one.x[at]).toFixed(1)} ${Y(values[at]).toFixed(1)}`;
-    const path = (values) => `M${places.map(spot(values)).join("L")}`;
+    const gaps = new Set(one.gaps), pieces = [];  // no line leads over values that are not finite
+    for (const at of places) {
+      if (!pieces.length || gaps.has(at)) pieces.push([]);
+      pieces[pieces.length - 1].push(at);
+    }
+    const trace = (piece, values) => `M${(piece.length > 1 ? piece : [...piece, ...piece]).map(spot(values)).join("L")}`;
+    const path = (values) => pieces.map((piece) => trace(piece, values)).join("");
     if (one.low) {
-      const back = [...places].reverse().map(spot(one.low)).join("L");
-      make("path", { class: "band", d: `${path(one.high)}L${back}Z` }, group);
+      const band = (piece) => `${trace(piece, one.high)}L${[...piece].reverse().map(spot(one.low)).join("L")}Z`;
+      make("path", { class: "band", d: pieces.map(band).join("") }, group);
     }
     if (one.y !== one.raw) make("path", { class: "curve faint", d: path(one.raw) }, group);
-    make("path", { class: "curve", d: path(one.y) }, group);
+    make("path", { class: "curve", d: path(one.y), "stroke-dasharray": dashes(one.run) }, group);
     if (one.x.length > DOTS) return;
     for (const at of places) make("circle", { class: "dot", cx: X(one.x[at]), cy: Y(one.y[at]), r: 3 }, group);
   };

@@ -31,7 +31,7 @@ from shardtune.run.report.content import (
     trained_parameters,
     whole_recipe,
 )
-from shardtune.run.report.curves import Chart, read_charts
+from shardtune.run.report.curves import MOST_CHARTS, Chart, Decimated, drawn, read_charts
 from shardtune.run.status import duration
 from shardtune.run.stored_run import StoredRun
 from shardtune.run.verified import read_verified
@@ -41,6 +41,7 @@ GENERATOR = "shardtune report"
 """By which a page of ours is recognised."""
 GROUPS: Mapping[str, str] = {"training": "Training", "evaluations": "Evaluations", "more": "Speed, memory, tokens"}
 LETTERS = 600
+COLORS = 8
 MOST_TILES = 8
 VERDICTS: Mapping[bool | None, tuple[str, str]] = {True: ("right", "good"), False: ("wrong", "bad")}
 OUTCOMES: Mapping[str, str] = {"passed": "good", "failed": "bad"}
@@ -68,7 +69,7 @@ def page(runs: Sequence[StoredRun]) -> str:
         f"Written by shardtune {installed_version('shardtune')} on {made}. This page is one file and loads nothing."
     )
     body = joined([_header(runs, name), element("nav", *links), element("main", *parts), element("footer", footer)])
-    content = {"runs": [run.name for run in runs], "charts": [chart.to_json() for chart in charts]}
+    content = {"runs": [run.name for run in runs], "charts": [chart.to_json() for chart in drawn(charts)]}
     return _document(cut(name), without_secrets(body), without_secrets(_json(content)))
 
 
@@ -111,14 +112,13 @@ def _header(runs: Sequence[StoredRun], name: str) -> Html:
 
 
 def _swatches(runs: Sequence[StoredRun]) -> list[Html]:
-    return [
-        element("span", element("span", class_="swatch", style=_color(number)), run.name, class_="run")
-        for number, run in enumerate(runs)
-    ]
+    return [element("span", _swatch(number), run.name, class_="run") for number, run in enumerate(runs)]
 
 
-def _color(number: int) -> str:
-    return f"--color: var(--c{number % 8})"
+def _swatch(number: int) -> Html:
+    """The colour of a run; it is striped where colours begin again, as the line is dashed."""
+    stripes = f" again-{min(number // COLORS, 2)}" if number >= COLORS else ""
+    return element("span", class_=f"swatch{stripes}", style=f"--color: var(--c{number % COLORS})")
 
 
 def _model(run: StoredRun) -> str:
@@ -152,13 +152,14 @@ def _tiles(run: StoredRun, charts: Sequence[Chart]) -> list[tuple[str, str]]:
     curves = {chart.name: chart.curves[0] for chart in charts if 0 in chart.curves}
     if "train/loss" in curves:
         loss = curves["train/loss"]
-        found.append((f"last training loss, the first {loss.first:.4g}", f"{loss.last:.4g}"))
+        first = f", the first {loss.first:.4g}" if loss.values else ""
+        found.append((f"last training loss{first}", loss.last_shown))
     took = seconds(run)
     if took is not None:
         found.append(("duration", duration(took)))
     for unit in ("tokens", "samples"):
         speed = curves.get(f"perf/{unit}_per_second")
-        if speed is not None:
+        if speed is not None and speed.values:
             found.append((f"{unit}/s, median", f"{_median(speed.to_json()['y']):,.0f}"))
     return found[:MOST_TILES]
 
@@ -211,11 +212,30 @@ def _facts(run: StoredRun, number: int, charts: Sequence[Chart]) -> dict[str, st
     for name, value, before in _evaluations(run, number, charts):
         found[name] = f"{'' if before is None else f'{_metric(name, before)} → '}{_metric(name, value)}"
     for name, label in (("train/loss", "training loss"), ("train/grad_norm", "gradient norm")):
-        if name in curves and curves[name].values:
-            found[label] = f"{curves[name].first:.4g} → {curves[name].last:.4g}, at most {curves[name].largest:.4g}"
+        if name in curves:
+            found[label] = _course(curves[name])
     if (memory := curves.get("perf/peak_memory_gb")) is not None and memory.values:
         found["peak memory"] = f"{memory.largest:.2f} GB"
     return {name: value for name, value in found.items() if value}
+
+
+def _course(curve: Decimated) -> str:
+    """A metric from its first value to its last, and what was not finite."""
+    missing = f"{curve.missing:,} not finite" if curve.missing else ""
+    if not curve.values:
+        return missing
+    return ", ".join(filter(None, [f"{curve.first:.4g} → {curve.last_shown}", f"at most {curve.largest:.4g}", missing]))
+
+
+def _left_out(charts: Sequence[Chart]) -> Html:
+    """The metrics that the page does not draw, by the reason."""
+    shown_ones = drawn(charts)
+    empty = [chart.name for chart in charts if not any(curve.values for curve in chart.curves.values())]
+    further = [chart.name for chart in charts if chart not in shown_ones and chart.name not in empty]
+    lines = (("without a finite value", empty), (f"beyond the first {MOST_CHARTS}, in metrics.jsonl", further))
+    return joined(
+        element("p", f"Not drawn, {why}: {', '.join(names)}.", class_="quiet") for why, names in lines if names
+    )
 
 
 def _curves(runs: Sequence[StoredRun], charts: Sequence[Chart]) -> Html:
@@ -224,7 +244,7 @@ def _curves(runs: Sequence[StoredRun], charts: Sequence[Chart]) -> Html:
     toggles = [
         element(
             "button",
-            *(element("span", class_="swatch", style=_color(number)), run.name),
+            *(_swatch(number), run.name),
             type="button",
             class_="run",
             data_run=number,
@@ -244,16 +264,14 @@ def _curves(runs: Sequence[StoredRun], charts: Sequence[Chart]) -> Html:
     scriptless = element("noscript", element("p", "The curves are drawn by the script of this page."))
     parts: list[str] = [controls, scriptless]
     for group, title in GROUPS.items():
-        figures = [_figure(place, chart) for place, chart in enumerate(charts) if chart.group == group]
+        figures = [_figure(place, chart) for place, chart in enumerate(drawn(charts)) if chart.group == group]
         if figures:
-            drawn = element("div", *figures, class_="charts")
+            grid = element("div", *figures, class_="charts")
             folded = group == "more"
             parts.append(
-                element("details", element("summary", title), drawn)
-                if folded
-                else joined([element("h3", title), drawn])
+                element("details", element("summary", title), grid) if folded else joined([element("h3", title), grid])
             )
-    return joined(parts)
+    return joined([*parts, _left_out(charts)])
 
 
 def _figure(place: int, chart: Chart) -> Html:

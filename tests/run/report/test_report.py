@@ -40,7 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     lines = [json.loads(line) for line in (second / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line.update({name: value * 1.5 for name, value in line.items() if name == "train/loss"})
-        line[f"train/{BAD}"] = 1.0
+        line |= {f"train/{BAD}": 1.0, "train/never": None}
     lines[-1]["train/grad_norm"] = None
     (second / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "tr')
     tree = yaml.safe_load((second / "config.yaml").read_text())
@@ -120,6 +120,10 @@ def test_a_curve_is_bounded_and_keeps_its_peaks() -> None:
     few = Decimated(64)
     few.add(3, 1 / 3)
     assert few.to_json() == {"x": [3], "y": [0.33333]}
+    for step, value in ((4, None), (5, 1.0), (6, 2.0), (7, None)):
+        few.add(step, value)
+    assert few.to_json() == {"x": [3, 5, 6], "y": [0.33333, 1.0, 2.0], "gaps": [1]}
+    assert (few.last, few.last_shown) == (2.0, "not finite")
 
 
 def test_a_failure_is_a_line(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +146,10 @@ def test_the_command(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     runs = [str(tiny.run("first")), str(tiny.run("second"))]
     assert CliRunner().invoke(app, ["report", *runs, "--open"]).output == f"{REPORT}\n"
     assert opened == [(tmp_path / REPORT).as_uri()]
-    assert "data.system_prompt" in Texts((tmp_path / REPORT).read_text()).text
+    text = Texts((tmp_path / REPORT).read_text()).text
+    assert "data.system_prompt" in text
+    assert "Not drawn, without a finite value: train/never." in text
+    assert "→ not finite, at most" in text
     twice = write_report([tiny.run("first"), tiny.run("first")], tmp_path / "twice.html")
     assert f"{tiny.run('first')}" in Texts(twice.read_text()).text
     other = tmp_path / "notes.html"
