@@ -9,9 +9,10 @@ from pathlib import Path
 
 import yaml
 
+from shardtune.config.foreign import llama_factory
 from shardtune.config.foreign.launch import Launch
 from shardtune.config.foreign.launch_keys import SHORT, SWITCHES, TABLES
-from shardtune.config.foreign.refusals import refuse_command
+from shardtune.config.foreign.refusals import refuse_command, refuse_llama_factory
 from shardtune.config.foreign.trainers import TRAINERS
 from shardtune.config.recipe_file import RecipeLoader
 from shardtune.errors import ConfigError
@@ -29,7 +30,7 @@ MODULES = {
     "deepspeed.launcher.runner": "deepspeed",
 }
 """The launchers that Python runs as modules."""
-PROGRAMS = ("trl", "sft", "llamafactory-cli", "train", "axolotl")
+PROGRAMS = ("trl", "sft", llama_factory.COMMAND, "train", "axolotl")
 SCRIPTS = "trl.scripts."
 TUNE = ["tune", "run"]
 """torchtune's command: options of torchrun, one of its recipes, `--config FILE`, and keys of the file (`lr=1e-5`)."""
@@ -82,6 +83,9 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         return replace(_automodel(words[1:]), environment=environment)
     launch, given = _launcher(words)
     refuse_command(words, given)
+    if given[:1] == [llama_factory.COMMAND]:
+        refuse_llama_factory(given, environment)
+        launch, environment = _by_variables(launch, environment)
     if given[:1] == ["trl"] and len(given) > 1 and not given[1].startswith("-") and given[1] not in PROGRAMS:
         raise _no_fine_tuning(given[1])
     files, values = _flags(given)
@@ -100,6 +104,16 @@ def _environment(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     last = next((place for place, word in enumerate(words[first:], first) if not ASSIGNMENT.match(word)), first)
     pairs = (word.partition("=") for word in words[first:last])
     return {name: value for name, _, value in pairs}, [*words[last:]]
+
+
+def _by_variables(launch: Launch | None, environment: Mapping[str, str]) -> tuple[Launch | None, dict[str, str]]:
+    """What LLaMA-Factory's command starts by variables (`NPROC_PER_NODE=4`), and the other variables."""
+    names = llama_factory.RANKS
+    if launch is not None or names["nproc_per_node"] not in environment:
+        return launch, {**environment}
+    options: dict[str, object] = {option: environment[name] for option, name in names.items() if name in environment}
+    rest = {name: value for name, value in environment.items() if name not in names.values()}
+    return Launch("torchrun", options, llama_factory.COMMAND, names), rest
 
 
 def _tune(words: Sequence[str]) -> CommandLine:

@@ -13,7 +13,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from shardtune.config.foreign import halos, llama_factory, trl
 from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.conversion import Conversion, Kind, Outcome
-from shardtune.config.foreign.launch import Launch, Started, apply, precision_of, sharing, started
+from shardtune.config.foreign.launch import Launch, Started, apply, of_environment, precision_of, sharing, started
 from shardtune.config.foreign.launch_keys import ACCELERATE
 from shardtune.config.foreign.model_type import model_type
 from shardtune.config.foreign.refusals import refuse_file, refuse_launcher
@@ -89,9 +89,7 @@ def convert(
     c.translate(known.table)
     if found is not None:
         apply(c, found, is_counted=world_size is None)
-    for name, value in given.environment.items():
-        variable = f"{name} (environment)"
-        c.outcomes[variable] = Outcome(variable, value, Kind.MISSING, "set it in front of shardtune train, too")
+    _variables(c, given.environment)
     model_type(c)
     if known.name == llama_factory.NAME:
         llama_factory.frozen_parts(c)
@@ -99,6 +97,15 @@ def convert(
         _ranks(c, None if world_size is not None else found)
     _check(c)
     return Converted(recipe_text(c, shown), report_text(c, shown), c)
+
+
+def _variables(c: Conversion, environment: Mapping[str, str]) -> None:
+    """Record the variables that were set for a command: those that its trainer alone reads, and others."""
+    own = llama_factory.VARIABLES if c.trainer == llama_factory.NAME else {}
+    for name, value in environment.items():
+        variable = of_environment(name)
+        kind, text = own.get(name, (Kind.MISSING, "set it in front of shardtune train, too"))
+        c.outcomes[variable] = Outcome(variable, value, kind, text)
 
 
 def _no_trainer(what: str, where: str = "--from") -> ConfigError:

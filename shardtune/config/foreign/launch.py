@@ -34,15 +34,24 @@ class Launch:
         program: accelerate, torchrun, deepspeed or python.
         options: by name with underscores, as text; True without a value.
         shown: as typed, for the report; "": the options are keys of the trainer's own command.
+        variables: the options that stood in variables of the environment, and the names of these.
     """
 
     program: str
     options: Mapping[str, object]
     shown: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, option: str) -> str:
         """The name of an option in the report."""
+        if option in self.variables:
+            return of_environment(self.variables[option])
         return f"{self.shown} {'-' if len(option) == 1 else '--'}{option}" if self.shown else option
+
+
+def of_environment(variable: str) -> str:
+    """The name of a variable of the environment in the report."""
+    return f"{variable} (environment)"
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardtune.config.foreign import llama_factory_data, rules
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.model_type import TYPE
@@ -33,6 +35,28 @@ NO_METHOD = (
     "rsLoRA, PiSSA, and PEFT's others by actor.model.lora.peft"
 )
 NEW_TOKENS = "new tokens start as the mean of the others"
+COMMAND = "llamafactory-cli"
+RANKS: Mapping[str, str] = {
+    "nproc_per_node": "NPROC_PER_NODE",
+    "nnodes": "NNODES",
+    "node_rank": "NODE_RANK",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+"""Options of torchrun, and the variables that its command makes them of."""
+_OF_HUB = (Kind.MISSING, "names are those of the Hugging Face Hub here: name a directory, or the model and data there")
+VARIABLES: Mapping[str, tuple[Kind, str]] = {
+    "FORCE_TORCHRUN": (Kind.NOT_NEEDED, "runner.nproc_per_node starts the processes"),
+    "NNODES": (Kind.MISSING, "give --world-size N, the number of processes on all hosts"),
+    "USE_MCA": (Kind.MISSING, "it trains by Megatron, which is not here: parallel has the layouts (docs/layouts.md)"),
+    "USE_RAY": (Kind.MISSING, "shardtune launch starts a run on Ray (docs/launching.md)"),
+    "USE_MODELSCOPE_HUB": _OF_HUB,
+    "USE_OPENMIND_HUB": _OF_HUB,
+    "DISABLE_VERSION_CHECK": (Kind.NOT_NEEDED, "it is for LLaMA-Factory"),
+    "ALLOW_EXTRA_ARGS": (Kind.NOT_NEEDED, "it is for LLaMA-Factory"),
+    "LLAMAFACTORY_VERBOSITY": (Kind.NOT_NEEDED, "it is for LLaMA-Factory"),
+}
+"""What becomes of the variables that it alone reads."""
 V1 = (
     "peft_config",
     "train_dataset",
@@ -191,16 +215,34 @@ PREFIXES = ("export_", "vllm_", "sglang_", "kt_", "galore_", "apollo_", "badam_"
 OTHER_STAGES = ("pref_", "ppo_", "kto_", "simpo_", "dpo_", "ref_model", "reward_model", "ld_alpha")
 
 
+def no_v1(where: str) -> ConfigError:
+    """That the v1 trainer's files are not converted."""
+    return ConfigError(
+        "this is a file of LLaMA-Factory's v1 trainer, whose keys and defaults are others; it is not converted",
+        where=where,
+        remedy="write a recipe by the table of docs/coming-from.md (LLaMA-Factory v1), which has its keys and "
+        f"defaults; files of {COMMAND} train without USE_V1=1 are converted",
+    )
+
+
+def _no_merge(c: Conversion) -> None:
+    """Refuse a file of `llamafactory-cli export`, of its v1 trainer too: it merges an adapter and trains nothing."""
+    adapter = c.tree.get("peft_config")
+    of_v1 = isinstance(adapter, Mapping) and "export_dir" in adapter
+    if of_v1 or ("export_dir" in c.tree and not {"dataset", "do_train", "stage", *V1} & {*c.tree}):
+        raise ConfigError(
+            f"this is a file of {COMMAND} export, which merges an adapter into its model; it trains nothing",
+            where="peft_config.export_dir" if of_v1 else "export_dir",
+            remedy="convert the file of the training; shardtune export RUN FOLDER --merge then merges what it trained",
+        )
+
+
 def convert(c: Conversion) -> None:
     """Read a configuration of LLaMA-Factory."""
+    _no_merge(c)
     found = next((name for name in V1 if name in c.tree), None)
     if found is not None:
-        raise ConfigError(
-            "this is a file of LLaMA-Factory's v1 trainer, whose keys and defaults are others; it is not converted",
-            where=found,
-            remedy="write a recipe by the table of docs/coming-from.md (LLaMA-Factory v1), which has its keys and "
-            "defaults; files of llamafactory-cli train without USE_V1=1 are converted",
-        )
+        raise no_v1(found)
     stage = str(c.get("stage", "sft"))
     if stage not in ("sft", "pt"):
         raise ConfigError(

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtune.config.foreign import rlinf
+from shardtune.config.foreign import llama_factory, rlinf
 from shardtune.errors import ConfigError
 
 SWIFT = "ms-swift"
@@ -26,6 +26,15 @@ SWIFT_MARKS = (
 )
 HYDRA_SCRIPT = "launch.py"
 """HALOs' script, whose arguments are keys with values (`loss=sft`)."""
+NO_TRAINING = {
+    "export": "shardtune export RUN FOLDER --merge merges what it trained",
+    "chat": "shardtune chat RUN talks to the model",
+    "webchat": "shardtune chat RUN talks to the model",
+    "eval": "shardtune eval RUN evaluates the model",
+    "api": "shardtune export RUN FOLDER writes what vLLM serves",
+    "webui": "shardtune train trains by the recipe",
+}
+"""The other words of `llamafactory-cli`, and what does the same here."""
 LAUNCHED = {
     ("distributed_type", "compute_environment"): (
         "accelerate",
@@ -87,6 +96,27 @@ def refuse_command(words: Sequence[str], given: Sequence[str]) -> None:
             where=shlex.join(words),
             remedy=f"shardtune train {shlex.join(keys)}",
         )
+
+
+def refuse_llama_factory(given: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Refuse a command of LLaMA-Factory that does not train, or that trains by its v1 trainer.
+
+    Args:
+        given: `llamafactory-cli`, and the words behind it.
+        environment: the variables that are set in front of it.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    word = "".join(given[1:2])
+    if word in NO_TRAINING:
+        raise ConfigError(
+            f"{' '.join(given[:2])} trains nothing",
+            where=shlex.join(given),
+            remedy=f"convert the command of the training, {given[0]} train FILE; then {NO_TRAINING[word]}",
+        )
+    if environment.get("USE_V1", "0").lower() in ("1", "true", "yes", "on"):
+        raise llama_factory.no_v1("USE_V1")
 
 
 def _is_swift(tree: Mapping[str, object]) -> bool:

@@ -11,6 +11,7 @@ TABLE: Table = {
     "data.val_data_paths": By("data.eval_data_paths: FILE"),
     "data.prompt_key": By("data.columns: {question: NAME}"),
     "data.answer_key": By("data.columns: {answer: NAME}"),
+    "data.image_keys": By("data.columns: {image: NAME}; several become a list images by data.transform"),
     "data.choice_key": Missing("data.transform: FILE.py:FUNCTION may write the choices into the question"),
     "data.max_prompt_length": Missing("data.max_length: N, of prompt and answer together"),
     "data.lazy_loading": NotNeeded("rows are encoded once, into a cache"),

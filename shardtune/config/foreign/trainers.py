@@ -53,7 +53,8 @@ def recognise(tree: Mapping[str, object]) -> str | None:
         return NEMO
     if isinstance(tree.get("training"), Mapping) and len(SECTIONS & set(tree)) > FEWEST:
         return TORCHTITAN
-    if sum(name in tree for name in llama_factory.V1) >= FEWEST or ("train_dataset" in tree and "model" in tree):
+    of_v1 = isinstance(tree.get("model"), str) and bool({"train_dataset", "peft_config"} & set(tree))
+    if of_v1 or sum(name in tree for name in llama_factory.V1) >= FEWEST:
         return LLAMA_FACTORY
     named = {word: sum(name in known.table for name in tree) for word, known in TRAINERS.items()}
     scores = {word: sum(get_value(tree, mark) is not None for mark in known.marks) for word, known in TRAINERS.items()}

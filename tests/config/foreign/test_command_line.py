@@ -10,6 +10,7 @@ import yaml
 
 from shardtune.config import load_recipe
 from shardtune.config.foreign.command_line import CommandLine, read_command_line
+from shardtune.config.foreign.convert import convert
 from shardtune.config.foreign.launch import started
 from shardtune.errors import ConfigError
 from tests.support.workspace import run_cli
@@ -77,6 +78,8 @@ def test_commands_of_trl_that_do_not_fine_tune_are_refused(typed: str, command: 
         ("a.yaml b.yaml", "one"),
         ("NPROC_PER_NODE=8 swift sft --model a --dataset b", r"ms-swift(.|\n)*swift sft"),
         ("megatron sft --model a --micro_batch_size 1", r"ms-swift(.|\n)*megatron sft"),
+        ("llamafactory-cli export a.yaml", r"export trains nothing(.|\n)*shardtune export RUN FOLDER --merge"),
+        ("USE_V1=1 llamafactory-cli sft a.yaml", "v1 trainer"),
         ("torchrun launch.py loss=sft ++lr=1e-6", r"HALOs(.|\n)*shardtune train loss=sft \+\+lr=1e-6"),
         ("torchrun --nnodes 1 --nnodes=2 sft.py", "--nnodes is given twice"),
         ("tune run lora_dpo_single_device --config a.yaml", "no supervised fine-tuning"),
@@ -97,6 +100,27 @@ def test_variables_and_keys_of_a_command_are_read() -> None:
     found = read_command_line(shlex.split(f"CUDA_VISIBLE_DEVICES=0,1 A='b c=d' {words}"))
     assert found.environment == {"CUDA_VISIBLE_DEVICES": "0,1", "A": "b c=d"}
     assert found.keys == {"optimizer.lr": 1e-5, "epochs": 2}
+
+
+def test_the_variables_of_llama_factory_are_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(
+        "model_name_or_path: me/model\nstage: sft\nper_device_train_batch_size: 1\ncutoff_len: 9\n"
+    )
+    words = "USE_MCA=1 FORCE_TORCHRUN=1 NNODES=2 NPROC_PER_NODE=4 NODE_RANK=1 X=y llamafactory-cli train a.yaml"
+    made = convert(read_command_line(shlex.split(words)))
+    lines = made.conversion.lines
+    assert (lines["actor.global_batch_size"].value, lines["runner.nproc_per_node"].value) == (8, 4)
+    for line in (
+        "NNODES (environment): 2  ->  8 processes",
+        "FORCE_TORCHRUN (environment): 1  ->  runner.nproc_per_node starts",
+        "USE_MCA (environment): 1  ->  it trains by Megatron",
+        "NODE_RANK (environment): 1  ->  how hosts find",
+        "X (environment): y  ->  set it in front of shardtune train",
+    ):
+        assert line in made.report
+    alone = convert(read_command_line(shlex.split("NNODES=2 llamafactory-cli train a.yaml")))
+    assert "NNODES (environment): 2  ->  give --world-size N" in alone.report
 
 
 def test_flags_of_torchtitan_are_keys_of_its_file() -> None:

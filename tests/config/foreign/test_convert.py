@@ -140,6 +140,8 @@ def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
         ("exp_name: ???\nn_epochs: 1\nlocal_run_dir: '${exp_name}'", r"value is \?\?\?(.|\n)*defaults"),
         ("model: org/model\ndataset: [org/rows]\nlora_rank: 8\nlearning_rate: 1e-4\nwarmup_ratio: 0.1", "of ms-swift"),
         ("model_type: qwen\nsft_type: lora\ndataset: org/rows", "of ms-swift"),
+        ("model: org/model\npeft_config: {name: lora, export_dir: x}", "llamafactory-cli export"),
+        ("model_name_or_path: org/model\ntemplate: a\nexport_dir: x\nexport_size: 5", "llamafactory-cli export"),
         ("model: org/model\ntrain_dataset: rows.yaml\nlearning_rate: 1e-4\nbf16: false", "v1 trainer"),
     ):
         (tmp_path / "x.yaml").write_text(f"{keys}\n")
