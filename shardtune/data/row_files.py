@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import re
@@ -208,7 +210,8 @@ def _read_jsonl(path: Path) -> Iterator[Chunk]:
         for number, line in enumerate(iter(partial(lines.readline, MOST_ROW_BYTES + 1), b""), 1):
             read += len(line)
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+                _require_utf8(line, path)
+                line = line.removeprefix(codecs.BOM_UTF8)
             if len(line) > MOST_ROW_BYTES:
                 too_long = RowError(f"the line is longer than {MOST_ROW_BYTES >> 20} MB, so it is not one row")
                 yield JsonChunk([*texts, (number, too_long)], 0.0)
@@ -224,6 +227,12 @@ def _read_jsonl(path: Path) -> Iterator[Chunk]:
                 texts, filled = [], 0
     if texts:
         yield JsonChunk(texts, 1.0)
+
+
+def _require_utf8(start: bytes, path: Path) -> None:
+    """Raises `DataError` for a file that begins as UTF-16 or UTF-32 does: no line of it is a row."""
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        raise DataError("the file is UTF-16 or UTF-32, not UTF-8 text", where=str(path), remedy="convert it to UTF-8")
 
 
 def _skip_line(lines: Any) -> int:
@@ -445,7 +454,9 @@ def _read_csv(path: Path) -> Iterator[Chunk]:
     plain = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     delimiter = "\t" if plain.suffix.lower() == ".tsv" else ","
     with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        record = _Record(text)
+        first = text.readline()
+        _require_delimiter(first, delimiter, path)
+        record = _Record(itertools.chain([first] if first else [], text))
         cells = csv.reader(record, delimiter=delimiter, strict=True)
         numbered: list[NumberedRow] = []
         try:
@@ -465,6 +476,19 @@ def _read_csv(path: Path) -> Iterator[Chunk]:
             ) from error
     if numbered:
         yield RowChunk(numbered, 1.0)
+
+
+def _require_delimiter(header: str, delimiter: str, path: Path) -> None:
+    """Raises `DataError` for a header that other characters divide: all its columns would be one."""
+    if len(next(csv.reader([header], delimiter=delimiter), [])) > 1:
+        return
+    other = next((one for one in ",;\t" if len(next(csv.reader([header], delimiter=one), [])) > 1), None)
+    if other is not None:
+        raise DataError(
+            f"the columns of the header are divided by {other!r}, and not by {delimiter!r}: {_excerpt(header, 0)}",
+            where=str(path),
+            remedy="name the file .tsv" if other == "\t" else "save the table with commas, or with tabs as .tsv",
+        )
 
 
 class _Record:

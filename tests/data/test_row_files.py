@@ -142,6 +142,24 @@ def test_a_quote_that_does_not_end_is_named_by_the_line_where_it_begins(
     assert repr(beginning)[:-1] in told.value.what
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "encoding", "says"),
+    [
+        ("a.csv", "question;answer\na,b;c\n", "utf-8", "divided by ';', and not by ','"),
+        ("a.csv", '"question";"answer"\n"a";"b"\n', "utf-8-sig", "divided by ';'"),
+        ("a.tsv", "question,answer\na,b\n", "utf-8", "divided by ','"),
+        ("a.csv", "question\tanswer\n", "utf-8", r"divided by '\\t'(.|\n)*name the file .tsv"),
+        ("a.jsonl", ONE, "utf-16", "is UTF-16"),
+    ],
+)
+def test_tables_and_text_of_another_kind_are_refused_as_a_file(
+    tmp_path: Path, name: str, text: str, encoding: str, says: str
+) -> None:
+    (tmp_path / name).write_text(text, encoding=encoding)
+    with pytest.raises(DataError, match=says):
+        read(tmp_path / name)
+
+
 def test_cells_in_quotes(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('a,b\n"1,2","say ""so""\r\nand\nmore"\n\n5" disk, "x"\n"",""\n', newline="")
     assert read(tmp_path / "a.csv") == {
