@@ -55,6 +55,8 @@ BEFORE_TRAINING = (f"/{RIGHT}", "/loss")
 LOG_LETTERS = 600
 """Of a question or an answer in a log, at most."""
 AGAIN = "evaluate it again"
+EXPORTED = ("a directory for other software", "a directory for transformers or vLLM")
+"""What is exported, of a model that answers no prompts and of one that does."""
 BUSY_SECONDS = 0.5
 """Something that takes less is not shown."""
 
@@ -341,7 +343,7 @@ class Display:
         commands += [(f"shardtune chat {word}", "talk to the model")] * answers
         commands += [
             (f"shardtune eval {word}", AGAIN),
-            (f"shardtune export {word} my-model", "a directory for transformers or vLLM"),
+            (f"shardtune export {word} my-model", EXPORTED[answers]),
         ]
         if (run_dir / "tensorboard").exists():
             commands.append((f"tensorboard --logdir {word}", "curves of the losses"))
@@ -352,7 +354,7 @@ class Display:
             (f'run = shardtune.load_run("{run}")', "what train returns"),
             *([('run.generate("…")', "answer a question")] * answers),
             ("run.evaluate()", AGAIN),
-            ('run.export("my-model")', "a directory for transformers or vLLM"),
+            ('run.export("my-model")', EXPORTED[answers]),
         ]
 
     def _answer(self, sample: Mapping[str, object]) -> list[Text]:

@@ -102,10 +102,12 @@ def test_evaluations_for_a_reader() -> None:
     ]
 
 
-def test_the_end_without_an_evaluation_has_one_empty_line(tmp_path: Path) -> None:
+def test_the_end_without_an_evaluation_has_one_empty_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     display, out = shown_by(False)
-    display.summary(tmp_path, {}, {}, [], answers=False)
+    display.summary(tmp_path / "run", {}, {}, [], answers=False)
     assert out.getvalue().startswith("\nnext:\n")
+    assert ("for other software" in out.getvalue(), "vLLM" in out.getvalue()) == (True, False)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
