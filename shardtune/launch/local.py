@@ -24,7 +24,7 @@ from shardtune.launch.cores import threads_of_rank
 from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
 from shardtune.launch.module_process import module_command, module_environment
 from shardtune.launch.rank_logs import BEGUN, RankLog, log_file
-from shardtune.launch.signals import LAUNCHER_PID, NOTHING_TRAINED, SIGNALS, StopSignal, listening
+from shardtune.launch.signals import LAUNCHER_PID, NOT_REPORTED, SIGNALS, StopSignal, listening
 
 REPORT_DIR = "SHARDTUNE_REPORT_DIR"
 """The directory to which a rank writes its error, for the launcher to show."""
@@ -309,7 +309,7 @@ def raise_outcome(
         raise RankFailed(f"rank {causes[0].rank} failed:\n{causes[0].message}")
     if stopped & set(codes):
         told = sorted((report.rank, report.message) for report in reports if report.stopped)
-        raise Interrupted(told[0][1] if told else NOTHING_TRAINED, together=True)
+        raise Interrupted(told[0][1] if told else NOT_REPORTED, together=True)
     # What is left are ranks that ended without a word, by os._exit or in C, and those that noticed the end of others.
     noticed = {report.rank for report in reports}
     ended = [rank for rank, code in enumerate(codes) if code is not None and rank not in noticed]

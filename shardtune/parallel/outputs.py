@@ -23,7 +23,9 @@ NOT_ENTERED = (str, bytes, int, float, type, ModuleType, nn.Module)
 """Values without tensors of an output; modules hold weights instead."""
 
 
-def tensors_in(value: object, *, hidden: bool = False, bases: bool = False) -> list[torch.Tensor]:
+def tensors_in(
+    value: object, *, hidden: bool = False, bases: bool = False, constants: bool = False
+) -> list[torch.Tensor]:
     """The tensors with a gradient in a module's inputs or outputs, in their order.
 
     Args:
@@ -31,6 +33,7 @@ def tensors_in(value: object, *, hidden: bool = False, bases: bool = False) -> l
         hidden: only those that FSDP2 does not find by itself.
         bases: those, too, that these or others are views of (`out.flatten()`, a `Linear` with a bias): a later change
             of a view in place (`out *= mask`) takes the gradient past the view itself and its hooks.
+        constants: those without a gradient, too.
     """
     found: list[torch.Tensor] = []
     seen: set[int] = set()
@@ -41,7 +44,7 @@ def tensors_in(value: object, *, hidden: bool = False, bases: bool = False) -> l
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            found += [item] if item.requires_grad and (is_hidden or not hidden) else []
+            found += [item] if (constants or item.requires_grad) and (is_hidden or not hidden) else []
             base = base_of(item) if bases else None
             found += [base] if base is not None and base.grad_fn is not None else []
             continue
@@ -77,7 +80,7 @@ def with_tensors(value: object, others: Mapping[int, torch.Tensor]) -> object:
             return item
         if id(item) in copies:
             return copies[id(item)]
-        if all(id(tensor) not in others for tensor in tensors_in(item)):
+        if all(id(tensor) not in others for tensor in tensors_in(item, constants=True)):
             return item
         copies[id(item)] = made = copy.copy(item)
         state: Any = object.__getstate__(item)

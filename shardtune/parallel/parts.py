@@ -26,7 +26,6 @@ from shardtune.parallel.torch_private import (
     is_at_rest,
     is_root,
     replaced_parameters,
-    tree_iter,
 )
 from shardtune.parallel.unused_units import tie
 
@@ -110,7 +109,10 @@ def find_hidden(module: nn.Module, args: object, kwargs: object, output: object)
     if not hidden or in_backward():  # activation checkpointing repeats forwards in the backward pass
         return output
     given = {id(tensor) for tensor in tensors_in((args, kwargs), bases=True)}  # which came through no weight of its own
-    gather_before_backward(module, [tensor for tensor in hidden if id(tensor) not in given])
+    if all(id(tensor) in given for tensor in tensors_in(output, bases=True)):  # other ranks may have used its weights
+        gather_before_backward(module, tensors_in(output, hidden=True))
+    else:
+        gather_before_backward(module, [tensor for tensor in hidden if id(tensor) not in given])
     return output
 
 
@@ -120,7 +122,7 @@ def begin_unused(unit: FSDPModule, output: object) -> object:
     Other ranks may have used its weights, and would wait in the backward pass.
     """
     assert isinstance(unit, nn.Module)
-    first = next((each for each in tree_iter(output) if isinstance(each, torch.Tensor)), None)
+    first = next(iter(tensors_in(output, constants=True)), None)
     trained = any(parameter.requires_grad for parameter in unit.parameters())
     if first is None or not trained or in_backward() or is_root(unit):
         return output

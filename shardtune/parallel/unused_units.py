@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from shardtune.parallel.outputs import tensors_in, with_tensors
-from shardtune.parallel.torch_private import tree_iter
 
 
 def tie(output: object, others: Sequence[torch.Tensor]) -> object:
@@ -22,8 +21,7 @@ def tie(output: object, others: Sequence[torch.Tensor]) -> object:
         output: of the unit; its tensors that have gradients are copied, or else the first of floating numbers.
         others: tensors with gradients.
     """
-    listed = [each for each in tree_iter(output) if isinstance(each, torch.Tensor) and each.is_floating_point()]
-    tied = tensors_in(output) or listed[:1]
+    tied = tensors_in(output) or [each for each in tensors_in(output, constants=True) if each.is_floating_point()][:1]
     copies = {id(tensor): Tie.apply(tensor, *others) for tensor in tied}
     return with_tensors(output, copies) if copies else output
 

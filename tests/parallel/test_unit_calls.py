@@ -40,6 +40,13 @@ class Own(torch.autograd.Function):
         return grads[0] * 1.1
 
 
+class Held:
+    """What a unit may return: an object of a class that torch does not look into."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
 class Block(nn.Module):
     """Two equal layers, of which a call uses one or both; what it returns is a view of its result."""
 
@@ -47,11 +54,11 @@ class Block(nn.Module):
         super().__init__()
         self.pair = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
 
-    def forward(self, x: torch.Tensor, used: Sequence[int] = (0, 1)) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, used: Sequence[int] = (0, 1), *, holds: bool = False) -> Any:
         for layer in used:
             found = torch.tanh(self.pair[layer](x))
             x = x + (Own.apply(found) if layer else found)
-        return x.flatten().view_as(x)
+        return Held(x) if holds else x.flatten().view_as(x)
 
 
 class Net(nn.Module):
@@ -72,7 +79,8 @@ class Net(nn.Module):
             if block in batch.dropped:
                 self.blocks[block](x, batch.layers)
                 continue
-            x = self.blocks[block](x, () if block in batch.skipped else batch.layers)
+            found = self.blocks[block](x, () if block in batch.skipped else batch.layers, holds=batch.holds)
+            x = found.x if batch.holds else found
             x = x * 0.9 if block in batch.skipped else x.mul_(0.9)
         unread = x
         for block in batch.unread:
@@ -100,6 +108,7 @@ class Rows:
         unread: units that are called after them, in order, for nothing.
         perturbed: whether a first backward pass finds what is added to the inputs.
         heads: that are used.
+        holds: whether units return objects that hold their results.
         begins: whether a weight outside of all units is used before the first of them.
         frozen: the layer of every block that is frozen in this micro-batch.
     """
@@ -111,6 +120,7 @@ class Rows:
     unread: Sequence[int] = ()
     perturbed: bool = False
     heads: Sequence[int] = (0, 1)
+    holds: bool = False
     begins: bool = False
     frozen: int | None = None
     weights: dict[str, float] = field(default_factory=lambda: {"loss": 1.0})
@@ -195,6 +205,7 @@ TWICE = both(Rows(blocks=(0, 1, 1, 2, 0)), Rows())
 HEADS = [[Rows(heads=(0,))], [Rows(heads=(1,))]]
 SKIPPED = [[Rows(skipped=(1,))], [Rows()]]
 FIRST_SKIPPED = [[Rows(skipped=(0,)), Rows()], [Rows(), Rows()]]
+HELD_SKIPPED = [[Rows(skipped=(1,), holds=True)], [Rows(holds=True)]]
 ALL_SKIPPED = [[Rows(skipped=(0, 1, 2))], [Rows()]]
 UNREAD = Rows(blocks=(0,), unread=(1, 2))
 FROZEN = [[Rows(), Rows(layers=(1,), frozen=0)], [Rows(layers=(1,)), Rows(layers=(1,), frozen=0)]]
@@ -229,6 +240,9 @@ ALIKE: dict[str, Case] = {
     "FSDP1, no layer of a unit on one rank": Case([[*own, Rows()] for own in SKIPPED], FLAT),
     "FSDP1, no layer of any unit on one rank": Case(ALL_SKIPPED, FLAT, checkpoints=True),
     "FSDP1, no layer of the first unit on one rank, in half precision": Case(FIRST_SKIPPED, FLAT, precision="bf16"),
+    "no layer of a unit on one rank, in an object": Case(HELD_SKIPPED),
+    "no layer of any unit on one rank, in an object": Case([[Rows(skipped=(0, 1, 2), holds=True)], HELD_SKIPPED[1]]),
+    "FSDP1, no layer of a unit on one rank, in an object": Case(HELD_SKIPPED, FLAT),
     "no layer of a unit on one rank, gathered ahead": Case(SKIPPED, prefetch=2),
     "no layer of any unit on one rank, gathered ahead": Case(ALL_SKIPPED, prefetch=2),
     "a weight outside of units before the first on one rank": Case([[Rows(), Rows(begins=True)], [Rows(), Rows()]]),

@@ -155,7 +155,7 @@ def check_layouts(runs: ShortRuns) -> str:
     if own == "fp64":
         return text
     alone, laid_out, *by_row = (Recorded(run).log for run in made[len(exact) :])
-    same = not REGROUPING.intersection(layouts)
+    same = ground.side.numbers_rows and not REGROUPING.intersection(layouts)
     return text + RoundedRuns(own, Recorded(simple).log, alone, laid_out, *by_row or [None], same_forwards=same).check()
 
 
