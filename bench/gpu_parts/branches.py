@@ -77,6 +77,7 @@ FILES: Mapping[str, str] = {
     "parallel/ranks.py": "NCCL and gloo, waits",
     "parallel/torch_private.py": "FSDP2 on one rank",
     "parallel/weights.py": "FSDP2 on one rank, offload, waits",
+    "parallel/whole_weights.py": "engine",
     "run/plan/comparison.py": "part memory",
     "run/plan/ledger.py": "part memory",
     "run/plan/plan.py": "part memory",
