@@ -407,7 +407,8 @@ class Weights:
         After a forward without a backward (the probe, an evaluation) FSDP2 keeps the root's weights gathered, and the
         next forward would take those instead of the changed ones.
         """
-        self.whole.free()
+        if self.on_ranks:
+            self.whole.free()
         for computed, master in self._masters.pairs.values():
             computed.copy_(master)
 

@@ -34,8 +34,8 @@ MAX_FUNCTIONS, MAX_FILES, MAX_LINES = 25, 10, 80
 LOOP_FUNCTIONS, LOOP_FILES = 48, 17
 """Of a whole iteration of the loop: the step, its data and metrics, the display and the logs."""
 RANKS_FUNCTIONS, RANKS_FILES = 17, 4
-"""On several ranks in addition: the hooks that let a part of the model be called by itself (parallel/parts.py), what frees
-weights that it has gathered (parallel/whole_weights.py), and the comparison of what ranks have called and used
+"""On several ranks in addition: the hooks that let a part of the model be called by itself (parallel/parts.py), what
+frees weights that it has gathered (parallel/whole_weights.py), and the comparison of what ranks have called and used
 (parallel/unit_calls.py), with zeros for what one has not used."""
 HEALTHY = Path(__file__).parents[1] / "support" / "healthy_adapters.py"
 
