@@ -71,6 +71,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = ordered + others
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> Generator[None]:
+    """The processes of pytest-xdist come from one server, too: they share what it has imported."""
+    given = session.config.getoption
+    apart = given("own_starts") or given("quick") or not given("numprocesses", None)
+    undo = None if apart or "PYTEST_XDIST_WORKER" in os.environ else fork_server.install()
+    yield
+    if undo is not None:
+        undo()
+
+
 def pytest_collection_finish() -> None:
     """Every run ends with a collection of garbage, which need not look through torch and all tests each time."""
     fork_server.rest_garbage()

@@ -16,6 +16,10 @@ forked before its first line:
        │        ├── server            its copy
        │        ├── train, rank 0 ── server
        │        └── train, rank 1 ── server
+
+With pytest-xdist the processes that run tests come from a server as well, whose imports they share, and what they start
+comes from their copies of it. So all of them have one seed for hashes; processes of Ray, and those of tests marked
+`own_start`, have others, and with `--own-starts` all do.
 """
 
 from __future__ import annotations
@@ -92,6 +96,7 @@ MODULES = (
 PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 HARMLESS_THREADS = {"jemalloc_bg_thd"}
 """Of the allocator in pyarrow, which sees to forks itself."""
+NAME = "tests.support.fork_server"
 HIGH = 400
 """File descriptors from here on are out of the way of those that a caller passes on."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -468,7 +473,7 @@ def _understood(args: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, str], 
             options += [rest.pop(0)]
     if len(rest) >= 2 and rest[0] == "-m" and (rest[1] in MODULES or rest[1].startswith("shardtune.")):
         return tuple(options), ("-m", rest[1]), tuple(rest[2:])
-    if len(rest) >= 2 and rest[0] == "-c" and rest[1].startswith(SPAWN):
+    if len(rest) >= 2 and rest[0] == "-c" and rest[1].startswith((SPAWN, XDIST)):
         return tuple(options), ("-c", rest[1]), tuple(rest[2:])
     if rest and rest[0].endswith(".py"):
         return tuple(options), ("", rest[0]), tuple(rest[1:])
@@ -476,6 +481,8 @@ def _understood(args: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, str], 
 
 
 SPAWN = "from multiprocessing.spawn import spawn_main;"
+XDIST = "import sys;exec(eval(sys.stdin.readline()))"
+"""How pytest-xdist starts a process that runs tests."""
 _starts_servers = False
 
 
@@ -483,6 +490,13 @@ def install() -> Callable[[], None]:
     """Start processes by the server from now on; returns what undoes that."""
     global _starts_servers
     from multiprocessing import util
+
+    if _client is not None:  # this process is from a server, which has done that
+
+        def without_own() -> None:
+            """Of its copy of the server nothing is to be undone."""
+
+        return without_own
 
     execute, spawn = subprocess.Popen._execute_child, util.spawnv_passfds  # type: ignore[attr-defined]
     signature = inspect.signature(execute)
@@ -574,8 +588,10 @@ def main() -> None:
     known = sum(1 for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)
     tail = sys.path[1 + known :]
     sys.path.pop(0)
-    for name in PRELOADED:
-        importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module="shardtune")  # as in pytest's own imports
+        for name in PRELOADED:
+            importlib.import_module(name)
     import torch
     import typer.main
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -587,6 +603,7 @@ def main() -> None:
     typer.main.get_command(app)  # makes the options of all commands
     assert threads_here() <= HARMLESS_THREADS, f"a fork would lose the threads {threads_here()}"
     assert not torch.cuda.is_initialized()
+    sys.modules[NAME] = sys.modules["__main__"]  # where a forked process finds its copy of the server
     install()
     _starts_servers = False
     os.fsync = no_fsync
