@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import deterministic
+from transformers import PreTrainedModel
 
 from shardtune.errors import ModelError
 from shardtune.parallel.buffers import statistical_norms
@@ -95,7 +96,8 @@ def materialise(
 
     `root` is the outermost sharded module, which has to learn where its shards lie now. What is on the meta device gets
     memory, not values; what is real keeps its values. What FSDP2 offloads gets host memory. Buffers keep their dtype,
-    but for the statistics of norms, which have that of the norms' parameters. Shared parameters stay shared.
+    but for the statistics of norms, which have that of the norms' parameters, and in fp64 those outside of models of
+    transformers, as with `model.double()`. Shared parameters stay shared.
 
     Args:
         frozen: the dtype of parameters that are not trained, if it is another.
@@ -119,10 +121,12 @@ def materialise(
     norms = statistical_norms(root).values()
     offloaded = offloaded_parameters(root)
     statistics = {id(tensor) for norm in norms for tensor in (*norm.buffers(recurse=False), *norm.parameters())}
+    doubled = {id(buffer) for buffer in _plain_buffers(root)} if dtype == torch.float64 else set()
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         is_parameter, of_norm = isinstance(tensor, nn.Parameter), id(tensor) in statistics
-        target_dtype = dtype if tensor.is_floating_point() and (is_parameter or of_norm) else tensor.dtype
+        has_own = not (is_parameter or of_norm or id(tensor) in doubled)
+        target_dtype = dtype if tensor.is_floating_point() and not has_own else tensor.dtype
         if (
             frozen is not None
             and target_dtype.is_floating_point
@@ -145,6 +149,14 @@ def materialise(
         for name in others:
             module, _, attribute = name.rpartition(".")
             set_parameter(root.get_submodule(module), attribute, parameter)
+
+
+def _plain_buffers(root: nn.Module) -> Iterator[torch.Tensor]:
+    """The buffers in a module, but for those of models of transformers, which compute with the dtype that they have."""
+    if not isinstance(root, PreTrainedModel):
+        yield from root.buffers(recurse=False)
+        for child in root.children():
+            yield from _plain_buffers(child)
 
 
 def _refuse_unregistered(root: nn.Module) -> None:

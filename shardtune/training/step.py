@@ -98,6 +98,7 @@ class StepResult:
         metrics: returned beside the losses, over all ranks.
         gradient_at: the time (`time.perf_counter()`) at which the norm was known, and so the gradient complete, on a
             GPU too; 0 where none was computed.
+        scale: the factor of the loss with which the gradient was computed; 0 where nothing was updated.
     """
 
     losses: dict[str, float]
@@ -107,6 +108,7 @@ class StepResult:
     anomaly: Kind | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     gradient_at: float = field(default=0.0, compare=False)
+    scale: float = field(default=0.0, compare=False)
 
     @property
     def loss(self) -> float:
@@ -269,7 +271,7 @@ def optimizer_step(
     weights.zero_gradients()
     if loss_scale:
         loss_scale.adjust()
-    return StepResult(losses, norm, updated=True, metrics=metrics, gradient_at=known_at)
+    return StepResult(losses, norm, updated=True, metrics=metrics, gradient_at=known_at, scale=scale)
 
 
 def _not_finite(norm: float, loss_scale: LossScale | None, first_scale: LossScale | None) -> str:

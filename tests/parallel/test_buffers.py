@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaModel
 
 from shardtune.errors import ModelError
+from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.weights import Weights
 
@@ -55,3 +57,31 @@ def test_what_checkpoints_would_not_hold_is_refused(name: str) -> None:
         read(weights)
     assert says in str(error.value)
     assert "persistent=False" in str(error.value) or "constructor" in str(error.value)
+
+
+class Projected(nn.Module):
+    """Buffers in products, of which torch takes one dtype alone, and a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("fixed", torch.full((2, 4), 0.1))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+        sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+        self.language = LlamaModel(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x @ self.fixed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_in_fp64_buffers_are_those_of_double(dtype: torch.dtype) -> None:
+    net = Projected()
+    frequencies = net.language.rotary_emb.inv_freq.clone()
+    materialise(net, dtype=dtype, device=torch.device("cpu"))
+    plain = Projected().to(dtype)
+    plain.load_state_dict(net.state_dict())
+    x = torch.rand(5, 2, dtype=dtype)
+    assert torch.equal(net.eval()(x), plain.eval()(x))
+    assert torch.equal(net.language.rotary_emb.inv_freq, frequencies)  # as transformers loads it
+    assert net.seen.dtype == torch.int64

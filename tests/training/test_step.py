@@ -124,9 +124,9 @@ def test_an_overflow_halves_the_scale_and_repeats_the_same_rows_with_the_same_dr
 def test_the_scale_doubles_after_a_quiet_stretch() -> None:
     scale = LossScale(value=8.0, growth_interval=2)
     made = task()
-    for wanted in (8.0, 16.0, 16.0, 32.0):
-        take_step(made, [rows(2)], scale=scale)
-        assert scale.value == wanted
+    for used, wanted in ((8.0, 8.0), (8.0, 16.0), (16.0, 16.0), (16.0, 32.0)):
+        result, _ = take_step(made, [rows(2)], scale=scale)
+        assert (result.scale, scale.value) == (used, wanted)
     scale.quiet = 1
     scale.halve()
     assert (scale.value, scale.quiet) == (16.0, 0)

@@ -298,7 +298,7 @@ class FSDPSftWorker(ABC):
         )
         metrics = {"epoch": position.epoch, **found}
         if state.loss_scale is not None:
-            metrics["train/loss_scale"] = state.loss_scale.value
+            metrics["train/loss_scale"] = result.scale or state.loss_scale.value
         if position.skipped_steps:
             metrics["train/skipped_steps"] = float(position.skipped_steps)
         if position.anomalies.counts:
