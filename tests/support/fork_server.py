@@ -82,8 +82,16 @@ READ_BY_IMPORTS = (
     "MKL_",
 )
 """Beginnings of variables that count while modules are imported; where one differs, a process is started as usual."""
-NOT_READ = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
-"""Variables of such names that do not count: Ray sets the last but one, and no test reads the Hub's cache."""
+NOT_READ = (
+    "PYTHONPATH",
+    "PYTHONHASHSEED",
+    "PYTHONUNBUFFERED",
+    "PYTHONBREAKPOINT",
+    "XDG_CACHE_HOME",  # Ray sets it, and no test reads the Hub's cache
+    "XDG_STATE_HOME",
+    "HF_XET_HIGH_PERFORMANCE",  # the import of lm_eval sets it; it is about downloads
+)
+"""Variables of such names that do not count."""
 MODULES = (
     "shardtune",
     "shardtune.launch.torchrun",
