@@ -297,12 +297,12 @@ class MetricsPredictWithoutGraph(Tokens):
 
 
 class TiesRebinds(Regressor):
-    """Puts another tensor in the place of a buffer, in the dtype that it computes in."""
+    """Puts another tensor in the place of a buffer, in half precision."""
 
     def build(self) -> nn.Module:
         model = super().build()
         model.register_buffer("mean", torch.zeros(2))
-        model.register_forward_hook(lambda module, args, out: setattr(module, "mean", out.detach().mean(0)))
+        model.register_forward_hook(lambda module, args, out: setattr(module, "mean", out.detach().mean(0).bfloat16()))
         return model
 
 

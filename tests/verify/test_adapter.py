@@ -90,7 +90,7 @@ FAULTS = [
     ("MetricsMean", "metrics", "accuracy is .* over 8 row by row and .* over 1 with all 8 rows together"),
     ("MetricsPredictMasked", "metrics", r"the predictions of 8 rows weigh \d+, their targets \d+ by weights"),
     ("MetricsPredictWithoutGraph", "metrics", r"a loss computed from the predictions \(actor.loss\) has no graph"),
-    ("TiesRebinds", "ties", r"mean is \[2\] of torch.float32 when the model is built and \[2\] of torch.float64 now"),
+    ("TiesRebinds", "ties", r"mean is \[2\] of torch.float64 when the model is built and \[2\] of torch.bfloat16 now"),
     ("TiesUnsaved", "ties", "the buffer count changes in training and is not saved"),
     ("RepeatDrawsElsewhere", "repeat", "the same micro-batch with the same seed gives .* and then"),
     ("RepeatCounts", "repeat", "the same micro-batch with the same seed gives .* and then"),

@@ -191,12 +191,22 @@ class PlainSide:
                 f"{len(norms)} batch norms ({norms[0]}, …) normalise each micro-batch by itself, so there is no row by "
                 "row (nn.GroupNorm and nn.LayerNorm do not)"
             )
+        if self.by_transformers:
+            return
         with without_dropout():
-            if not self.by_transformers and self._sample() != self._sample(1):
+            first = self._sample()
+            if first == self._sample(1):
+                return
+            if first != self._sample():
                 raise Skipped(
-                    "the loss draws random numbers from torch, so it depends on the layout; to make it a function of "
-                    "the row, draw by batch.randn_like and batch.rand_like (in a worker: self.row_draws(rows))"
+                    "the loss of one row differs from call to call with the same seed, so it depends on the layout: "
+                    "forwards change what it is computed from (a buffer, as spectral_norm does), or draw from a "
+                    "generator of their own"
                 )
+            raise Skipped(
+                "the loss draws random numbers from torch, so it depends on the layout; to make it a function of "
+                "the row, draw by batch.randn_like and batch.rand_like (in a worker: self.row_draws(rows))"
+            )
 
     def _sample(self, seed: int = 0) -> dict[str, float]:
         """The loss of the first row or batch, by term."""

@@ -143,11 +143,18 @@ def test_a_users_worker_trains_as_its_own_method_batch_by_batch(tmp_path: Path) 
     assert "get_train_model_output of Worker, a batch per forward" in found
 
 
-def test_what_no_row_has_alone_is_skipped(tmp_path: Path) -> None:
-    source = WORKER.replace("torch.nn.Dropout(0.2)", "torch.nn.BatchNorm1d(6)")
-    (tmp_path / "worker.py").write_text(source)
+@pytest.mark.parametrize(
+    ("layer", "instead", "says"),
+    [
+        ("Dropout(0.2)", "torch.nn.BatchNorm1d(6)", "batch norms"),
+        ("Linear(4, 6)", "torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 6))", "from call to call"),
+        ("Dropout(0.2)", "torch.nn.RReLU()", "draws random numbers from torch"),
+    ],
+)
+def test_what_no_row_has_alone_is_skipped(tmp_path: Path, layer: str, instead: str, says: str) -> None:
+    (tmp_path / "worker.py").write_text(WORKER.replace(f"torch.nn.{layer}", instead))
     keys = {"worker": f"{tmp_path / 'worker.py'}:Worker"}
-    with pytest.raises(Skipped, match="batch norms"):
+    with pytest.raises(Skipped, match=says):
         check_parity(runs_of(rows_of_numbers(tmp_path, keys), tmp_path / "runs"))
 
 
