@@ -217,7 +217,7 @@ def run_products(folder: Path, precision: str, turns: Turns) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from shardtune.parallel.torch_private import half_is_native
+    from shardtune.parallel.torch_private.operations import half_is_native
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     wholes, prompts = [], []

@@ -1,10 +1,11 @@
-"""Private names of torch stand in one module, where a new release of torch can be checked against them."""
+"""Private names of torch stand in one folder, where a new release of torch can be checked against them."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
-import runpy
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from shardtune.errors import ConfigError
 from tests.support.doc_blocks import ROOT
 
 PACKAGE = ROOT / "shardtune"
-ALLOWED = PACKAGE / "parallel" / "torch_private.py"
+ALLOWED = PACKAGE / "parallel" / "torch_private"
 MODULE_INTERNALS = frozenset(("_parameters", "_buffers", "_modules", "_apply", "_non_persistent_buffers_set"))
 OTHERS = frozenset((
     "_exit",  # of os
@@ -80,47 +81,52 @@ def sources() -> dict[Path, str]:
 
 
 @pytest.mark.lengthy
-def test_private_names_of_torch_stand_in_one_module():
+def test_private_names_of_torch_stand_in_one_folder():
     texts = sources()
     own = frozenset(name for text in texts.values() for name in defined_names(text) if _is_private(name))
     found = {
         str(path.relative_to(ROOT)): sorted(names)
         for path, text in texts.items()
-        if path != ALLOWED and (names := set(private_names(text, own)))
+        if path.parent != ALLOWED and (names := set(private_names(text, own)))
     }
     assert not found
 
 
 @pytest.mark.lengthy
-def test_the_module_holds_nothing_unused():
+@pytest.mark.parametrize("file", sorted(path.stem for path in ALLOWED.glob("*.py") if path.stem != "__init__"))
+def test_a_file_of_it_holds_nothing_unused(file: str):
     """What it defines is imported somewhere, so that a reason goes with the name it explains."""
     texts = sources()
     imported = {
         alias.name
         for text in texts.values()
         for node in nodes(text)
-        if isinstance(node, ast.ImportFrom) and node.module == "shardtune.parallel.torch_private"
+        if isinstance(node, ast.ImportFrom) and node.module == f"shardtune.parallel.torch_private.{file}"
         for alias in node.names
     }
-    offered = {name for name in defined_names(texts[ALLOWED]) if name.isidentifier()} | {
+    source = texts[ALLOWED / f"{file}.py"]
+    aliases = {
         alias.asname
-        for node in ast.walk(ast.parse(texts[ALLOWED]))
+        for node in nodes(source)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if alias.asname
+        if alias.asname == alias.name
     }
+    offered = {name for name in defined_names(source) if name.isidentifier()} | aliases
     assert imported
     assert imported <= offered
-    functions = {node.name for node in ast.parse(texts[ALLOWED]).body if isinstance(node, ast.FunctionDef)}
-    used_here = {node.id for node in ast.walk(ast.parse(texts[ALLOWED])) if isinstance(node, ast.Name)}
-    assert not functions - imported - {name for name in used_here if name.startswith("_")}
+    functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    used_here = {node.id for node in nodes(source) if isinstance(node, ast.Name)}
+    assert not (functions | aliases) - imported - {name for name in used_here if name.startswith("_")}
 
 
 def test_a_release_of_torch_that_lacks_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.autograd.graph._engine_run_backward")
+    for name in ("shardtune.parallel.torch_private", "shardtune.parallel.torch_private.graph"):
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=r"lacks a name .*'_engine_run_backward'") as raised:
-        runpy.run_path(str(ALLOWED))
-    assert raised.value.remedy.startswith("pip install 'torch")
+        importlib.import_module("shardtune.parallel.torch_private")
+    assert (raised.value.remedy or "").startswith("pip install 'torch")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ FILES: Mapping[str, str] = {
     "parallel/fsdp2.py": "FSDP2 on one rank, offload, waits",
     "parallel/half_products.py": "for processors alone",
     "parallel/ranks.py": "NCCL and gloo, waits",
-    "parallel/torch_private.py": "FSDP2 on one rank",
+    "parallel/torch_private/fsdp2.py": "FSDP2 on one rank",
     "parallel/weights.py": "FSDP2 on one rank, offload, waits",
     "parallel/whole_weights.py": "engine",
     "run/plan/comparison.py": "part memory",

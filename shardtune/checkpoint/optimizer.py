@@ -17,7 +17,7 @@ from shardtune.checkpoint.dcp import load_tensors
 from shardtune.checkpoint.safetensors_file import DTYPE_NAMES
 from shardtune.errors import CheckpointError
 from shardtune.optim.low_bit import PARTS, LowBitOptimizer
-from shardtune.parallel.torch_private import StridedShard
+from shardtune.parallel.torch_private.tensors import StridedShard
 
 Names = Mapping[torch.nn.Parameter, str]
 

@@ -17,13 +17,9 @@ from shardtune.checkpoint.base_weights import fill_base, whole_base
 from shardtune.errors import ModelError
 from shardtune.models.lora.attach import BaseTensor, base_tensors
 from shardtune.parallel.meta_init import materialise
-from shardtune.parallel.torch_private import (
-    OpOverload,
-    TorchDispatchMode,
-    schema_of,
-    set_parameter,
-    storage_identity,
-)
+from shardtune.parallel.torch_private.modules import set_parameter
+from shardtune.parallel.torch_private.operations import OpOverload, TorchDispatchMode, schema_of
+from shardtune.parallel.torch_private.tensors import storage_identity
 
 Initialiser = Callable[[nn.Module], None]
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from shardtune.engine.call_board import CallBoard
 from shardtune.launch.watchdog.stacks import Place, place_of_main_thread
 from shardtune.launch.watchdog.verdict import StandReport, Verdict, describe, judge
-from shardtune.parallel.torch_private import collectives_issued
+from shardtune.parallel.torch_private.processes import collectives_issued
 
 RETURNED = "has returned from the call, in which the others wait for it"
 SILENT = "does not come to the collective in which the others wait"

@@ -17,7 +17,8 @@ from shardtune.engine.cuda_alias import PrintedDevice
 from shardtune.engine.methods import HOOKS
 from shardtune.engine.nn import BaseTrainModule
 from shardtune.parallel.direct_use import FOREIGN
-from shardtune.parallel.torch_private import forward_hooks, without_modes
+from shardtune.parallel.torch_private.modules import forward_hooks
+from shardtune.parallel.torch_private.operations import without_modes
 
 VALUES = (bool, int, float, str, type(None), torch.Tensor, np.ndarray, torch.dtype, torch.device)
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import went_through_units
+from shardtune.parallel.torch_private.graph import went_through_units
 from shardtune.parallel.weights import Weights
 
 Roots = torch.Tensor | GradientEdge | Sequence[torch.Tensor] | Sequence[GradientEdge]

@@ -24,7 +24,7 @@ from shardtune.models.lora.attach import adapter_config, base_tensors, is_adapte
 from shardtune.models.lora.init import initialise_adapter
 from shardtune.parallel.meta_init import init_empty_weights, materialise
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import remove_forward_hooks, set_parameter
+from shardtune.parallel.torch_private.modules import remove_forward_hooks, set_parameter
 from shardtune.training.build.initial_weights import directory_of, own_buffers, split_source
 from shardtune.training.build.model import build_empty, load_initial_weights
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardtune.parallel.free_memory import free_bytes, host_bytes
-from shardtune.parallel.torch_private import storage_identity
+from shardtune.parallel.torch_private.tensors import storage_identity
 
 PREFIX = "shardtune-offloaded-"
 YOUNG_SECONDS = 60.0

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ParallelError
-from shardtune.parallel.torch_private import tree_map
+from shardtune.parallel.torch_private.operations import tree_map
 
 T = TypeVar("T")
 

@@ -48,7 +48,9 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import Heads, check_heads
-from shardtune.parallel.torch_private import forget_iteration, is_at_rest, quieten_redistribution, tree_map_only
+from shardtune.parallel.torch_private.fsdp2 import forget_iteration, is_at_rest
+from shardtune.parallel.torch_private.operations import tree_map_only
+from shardtune.parallel.torch_private.tensors import quieten_redistribution
 from shardtune.parallel.unfit_parameters import check_trained
 from shardtune.parallel.weights import Weights
 from shardtune.training.build.model import share_values

@@ -15,7 +15,7 @@ from shardtune.engine.rank_process import Failure, Host, Limits, Outcome, Reques
 from shardtune.engine.ranks import GRACE_SECONDS, Team
 from shardtune.launch.cores import threads_of_rank
 from shardtune.parallel.ranks import open_group
-from shardtune.parallel.torch_private import default_store
+from shardtune.parallel.torch_private.processes import default_store
 
 
 class SpmdRanks(Team):

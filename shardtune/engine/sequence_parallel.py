@@ -20,7 +20,7 @@ from shardtune.models.packed_attention import DOCUMENTS, check_no_dropout
 from shardtune.models.packing_probe import AGREEMENT
 from shardtune.parallel.fp32_compute import in_fp32
 from shardtune.parallel.sequence_parallel import TokenShare
-from shardtune.parallel.torch_private import tree_map
+from shardtune.parallel.torch_private.operations import tree_map
 
 WHERE = "build(sequence_parallel_size=…)"
 Arguments = dict[str, object]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shardtune.engine.call_board import CallBoard, Stand
-from shardtune.parallel.torch_private import collectives_issued
+from shardtune.parallel.torch_private.processes import collectives_issued
 
 POLL_SECONDS = 0.25
 AGREE_SECONDS = 0.02

@@ -16,7 +16,8 @@ from shardtune.config import ModelConfig
 from shardtune.errors import ModelError
 from shardtune.models.kept_buffers import KeptBuffers
 from shardtune.parallel.shard_units import outermost
-from shardtune.parallel.torch_private import OpOverload, schema_of, selective_contexts
+from shardtune.parallel.torch_private.operations import OpOverload, schema_of
+from shardtune.parallel.torch_private.recomputation import selective_contexts
 
 
 class CheckpointArguments(TypedDict, total=False):

@@ -22,7 +22,7 @@ from shardtune.parallel.fp32_compute import in_fp32, may_be_the_models
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.half_products import HALF
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import tree_iter, tree_map, without_torch_function
+from shardtune.parallel.torch_private.operations import tree_iter, tree_map, without_torch_function
 
 AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest difference of a unit's outputs, relative to the largest of them."""

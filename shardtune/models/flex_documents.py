@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardtune.parallel.fp32_compute import computes_in_fp32
-from shardtune.parallel.torch_private import is_compiled_too_often
+from shardtune.parallel.torch_private.operations import is_compiled_too_often
 
 BLOCK = 128
 """Tokens of a block of the mask, the size that torch's kernels take by default."""

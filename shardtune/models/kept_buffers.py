@@ -15,7 +15,9 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from shardtune.parallel.torch_private import FakeTensor, NormBase, changes_in_place, contents
+from shardtune.parallel.torch_private.modules import NormBase, contents
+from shardtune.parallel.torch_private.operations import FakeTensor
+from shardtune.parallel.torch_private.tensors import changes_in_place
 
 LARGE = 2**16
 """Numbers of a buffer beyond which no copy of it is kept for as long as nothing changes it."""

@@ -13,7 +13,9 @@ from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.full_precision import full_precision_parameters, kept_in_fp32
 from shardtune.parallel.half_products import HALF
 from shardtune.parallel.meta_init import init_empty_weights
-from shardtune.parallel.torch_private import changes_in_place, contents, tree_map_only
+from shardtune.parallel.torch_private.modules import contents
+from shardtune.parallel.torch_private.operations import tree_map_only
+from shardtune.parallel.torch_private.tensors import changes_in_place
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardtune.parallel.meta_init import local_offsets
-from shardtune.parallel.torch_private import StridedShard
+from shardtune.parallel.torch_private.tensors import StridedShard
 
 StateDtype = Literal["fp32", "bf16", "int8"]
 State = dict[str, torch.Tensor]

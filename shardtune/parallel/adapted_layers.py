@@ -27,7 +27,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from shardtune.errors import ParallelError
 from shardtune.parallel.adapted_names import without_adapter
 from shardtune.parallel.meta_init import local_offsets
-from shardtune.parallel.torch_private import contents
+from shardtune.parallel.torch_private.modules import contents
 
 WHERE = "actor.model.lora.target_modules"
 FACTORS = {"colwise": "lora_B", "rowwise": "lora_A"}

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import NormBase, contents, own_persistent_buffers
+from shardtune.parallel.torch_private.modules import NormBase, contents, own_persistent_buffers
 
 
 def statistical_norms(model: nn.Module) -> dict[str, NormBase]:

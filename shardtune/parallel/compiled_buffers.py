@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from shardtune.errors import ModelError
-from shardtune.parallel.torch_private import NormBase, is_compiled, version_of
+from shardtune.parallel.torch_private.modules import NormBase, is_compiled
+from shardtune.parallel.torch_private.tensors import version_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -25,18 +25,15 @@ from transformers import GenerationMixin
 from shardtune.errors import ModelError
 from shardtune.parallel.meta_init import shard_of
 from shardtune.parallel.operation import GET_GRAD, Operation, operands
-from shardtune.parallel.torch_private import (
-    base_of,
+from shardtune.parallel.torch_private.fsdp2 import (
     count_parameters,
     gather_before_backward,
     gathered_now,
     gathered_parameters,
     is_at_rest,
-    local_part,
-    storage_identity,
-    tree_map,
-    tree_map_only,
 )
+from shardtune.parallel.torch_private.operations import tree_map, tree_map_only
+from shardtune.parallel.torch_private.tensors import base_of, local_part, storage_identity
 
 FOREIGN = ("torch", "transformers", "peft", "shardtune")
 """Packages whose classes have methods of their own beside a user's."""

@@ -13,7 +13,7 @@ import torch
 
 from shardtune.parallel.attention_pieces import Rule, add_attention, add_gradients
 from shardtune.parallel.ring_plan import Piece, RingPlan, Sight
-from shardtune.parallel.torch_private import flash_attention_backward, flash_attention_forward
+from shardtune.parallel.torch_private.operations import flash_attention_backward, flash_attention_forward
 
 logger = logging.getLogger(__name__)
 AGREE = 2e-2

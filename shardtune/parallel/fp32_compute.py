@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardtune.errors import lost_a_peer
 from shardtune.parallel.half_products import HALF
-from shardtune.parallel.torch_private import CALLED_THROUGH, casts_inputs, tree_map_only
+from shardtune.parallel.torch_private.fsdp2 import casts_inputs
+from shardtune.parallel.torch_private.operations import CALLED_THROUGH, tree_map_only
 
 T = TypeVar("T")
 _inside = ContextVar("inside", default=False)

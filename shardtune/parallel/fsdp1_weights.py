@@ -36,15 +36,15 @@ from shardtune.parallel.flat_operands import FlatOperands
 from shardtune.parallel.flat_whole_weights import WholeFlatWeights
 from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
 from shardtune.parallel.precision import COMPUTE_DTYPE
-from shardtune.parallel.torch_private import (
+from shardtune.parallel.torch_private.fsdp1 import (
     FlatParameter,
     drop_unreduced_gradient,
     flat_parameter,
     reduce_left_gradient,
     reduces_gradients,
     sum_gradients,
-    without_modes,
 )
+from shardtune.parallel.torch_private.operations import without_modes
 from shardtune.parallel.weights import Weights
 
 Ranges = Sequence[tuple[int, int]]

@@ -17,10 +17,7 @@ from torch.distributed.fsdp import (
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.precision import COMPUTE_DTYPE, SUM_DTYPE
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import (
-    count_calls,
-    shard_integers,
-)
+from shardtune.parallel.torch_private.fsdp2 import count_calls, shard_integers
 
 
 def shard(

@@ -8,7 +8,7 @@ import torch
 
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import has_gradient_hooks
+from shardtune.parallel.torch_private.tensors import has_gradient_hooks
 
 
 def refuse_gradient_hooks(parameters: Iterable[tuple[str, torch.Tensor]], ranks: Ranks) -> None:

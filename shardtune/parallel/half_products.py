@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardtune.parallel.torch_private import backward, grouped_product, half_is_native, is_compiled, tree_iter
+from shardtune.parallel.torch_private.graph import backward
+from shardtune.parallel.torch_private.modules import is_compiled
+from shardtune.parallel.torch_private.operations import grouped_product, half_is_native, tree_iter
 
 HALF = (torch.bfloat16, torch.float16)
 CONVERTED_AT_ONCE = 2**18

@@ -17,12 +17,8 @@ from transformers import PreTrainedModel
 from shardtune.errors import ModelError
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.full_precision import full_precision_parameters
-from shardtune.parallel.torch_private import (
-    apply_to_tensors,
-    offloaded_parameters,
-    own_persistent_buffers,
-    set_parameter,
-)
+from shardtune.parallel.torch_private.fsdp2 import offloaded_parameters
+from shardtune.parallel.torch_private.modules import apply_to_tensors, own_persistent_buffers, set_parameter
 
 
 @contextmanager

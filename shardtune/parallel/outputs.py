@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardtune.parallel.torch_private import base_of, tree_map
+from shardtune.parallel.torch_private.operations import tree_map
+from shardtune.parallel.torch_private.tensors import base_of
 
 GROUPS = (list, tuple, set, frozenset, deque)
 NOT_ENTERED = (str, bytes, int, float, type, ModuleType, nn.Module)

@@ -17,16 +17,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardtune.errors import ModelError
 from shardtune.parallel.outputs import tensors_in
-from shardtune.parallel.torch_private import (
+from shardtune.parallel.torch_private.fsdp2 import (
     Inputs,
     after_forward,
     before_forward,
     gather_before_backward,
-    in_backward,
     is_at_rest,
     is_root,
     replaced_parameters,
 )
+from shardtune.parallel.torch_private.graph import in_backward
 from shardtune.parallel.unused_units import tie
 
 

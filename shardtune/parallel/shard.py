@@ -19,7 +19,7 @@ from shardtune.parallel.half_products import lacks_half_products, multiply_in_fp
 from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import REVERSIBLE
-from shardtune.parallel.torch_private import read_whole_numbers
+from shardtune.parallel.torch_private.tensors import read_whole_numbers
 from shardtune.parallel.unfit_parameters import check_joined
 from shardtune.parallel.weights import Weights
 

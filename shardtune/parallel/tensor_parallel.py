@@ -25,7 +25,8 @@ from shardtune.parallel.adapted_names import without_adapter
 from shardtune.parallel.collectives import replicated_input
 from shardtune.parallel.meta_init import local_offsets
 from shardtune.parallel.plan_gaps import PARTIAL, without_gaps
-from shardtune.parallel.torch_private import quieten_redistribution, set_parameter
+from shardtune.parallel.torch_private.modules import set_parameter
+from shardtune.parallel.torch_private.tensors import quieten_redistribution
 
 Plan = Mapping[str, str]
 """Names of modules and parameters, with `*` for layer numbers, to styles of transformers."""

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import Filling, fill_unused, note_collectives
+from shardtune.parallel.torch_private.fsdp2 import Filling, fill_unused, note_collectives
 
 MOST = 2**18
 """Collectives that are kept, the last ones: a step has some thousands, evaluations and generation have no end."""

@@ -23,12 +23,8 @@ from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.masters import Masters
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import (
-    initialise_root,
-    keep_reduced_dtype,
-    multiply_,
-    norms_of,
-)
+from shardtune.parallel.torch_private.fsdp2 import initialise_root, keep_reduced_dtype
+from shardtune.parallel.torch_private.operations import multiply_, norms_of
 from shardtune.parallel.unit_calls import UnitCalls
 from shardtune.parallel.whole_gradients import check_whole_gradients
 from shardtune.parallel.whole_weights import WholeUnits, WholeWeights

@@ -18,7 +18,8 @@ from shardtune.parallel.generation import alone
 from shardtune.parallel.parts import gather_for_parts
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.same_call import SameCall
-from shardtune.parallel.torch_private import is_at_rest, without_hooks, without_modes
+from shardtune.parallel.torch_private.fsdp2 import is_at_rest, without_hooks
+from shardtune.parallel.torch_private.operations import without_modes
 from shardtune.parallel.unit_calls import UnitCalls
 
 

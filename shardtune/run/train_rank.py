@@ -21,7 +21,7 @@ from shardtune.launch.signals import StopSignal, end_with_parent, is_supervised,
 from shardtune.launch.watchdog.watchdog import FOLDER, Watchdog
 from shardtune.parallel.ranks import leave_ranks
 from shardtune.parallel.rendezvous import served_by_agent
-from shardtune.parallel.torch_private import collectives_issued
+from shardtune.parallel.torch_private.processes import collectives_issued
 from shardtune.run.choose_worker import NOTHING, Objects, make_worker
 from shardtune.run.directory import (
     RunLock,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardtune.parallel.torch_private import OpOverload, TorchDispatchMode, schema_of
+from shardtune.parallel.torch_private.operations import OpOverload, TorchDispatchMode, schema_of
 
 HALF = ("normal", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
 KEEPING = ("bernoulli", "bernoulli_")

@@ -19,7 +19,7 @@ from shardtune.data.loader.step_loader import DataState, Step, StepLoader
 from shardtune.data.prepare import WeighedRows
 from shardtune.models.adapter import Adapter, AdapterRoot, WholeStepAdapter, named
 from shardtune.parallel.buffers import statistical_norms
-from shardtune.parallel.torch_private import DropoutBase
+from shardtune.parallel.torch_private.modules import DropoutBase
 from shardtune.parallel.weights import local
 from shardtune.training.step import ROW_DRAWS, Accumulate, accumulate, objective
 from shardtune.training.whole_step_loss import WholeStep

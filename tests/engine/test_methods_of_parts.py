@@ -16,7 +16,7 @@ from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.engine.generation import has_own_code
 from shardtune.errors import ModelError
 from shardtune.nn.functional import linear_log_probs
-from shardtune.parallel.torch_private import collectives_issued
+from shardtune.parallel.torch_private.processes import collectives_issued
 from tests.support.engine_modules import RATE, SAMPLES, make
 
 

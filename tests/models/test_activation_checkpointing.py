@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from shardtune.models.activation_checkpointing import PRODUCTS, checkpoint_arguments, keep_dear
-from shardtune.parallel.torch_private import selective_contexts
+from shardtune.parallel.torch_private.recomputation import selective_contexts
 
 LAYERS = 2
 ATEN = torch.ops.aten

@@ -24,7 +24,7 @@ from shardtune.parallel.half_products import (
     multiply_in_fp32,
     recomputing,
 )
-from shardtune.parallel.torch_private import TorchDispatchMode, grouped_product, schema_of
+from shardtune.parallel.torch_private.operations import TorchDispatchMode, grouped_product, schema_of
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.training import recipe, save_model, save_rows
 

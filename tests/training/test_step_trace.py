@@ -26,7 +26,7 @@ from tests.support.dist.training import quiet
 from tests.support.tiny_run import make_tiny, write_rows
 
 PACKAGE = Path(shardtune.__file__).parent
-OF_A_PROCESSOR = ("parallel/half_products.py", "parallel/torch_private.py backward")
+OF_A_PROCESSOR = ("parallel/half_products.py", "parallel/torch_private/graph.py backward")
 """What a processor without instructions for bf16 needs in addition."""
 PARTS = re.compile(r"\.<locals>\.<(listcomp|dictcomp|setcomp|genexpr)>")
 MAX_FUNCTIONS, MAX_FILES, MAX_LINES = 25, 10, 80

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shardtune.errors import DataError
-from shardtune.parallel.torch_private import end_processes
+from shardtune.parallel.torch_private.processes import end_processes
 
 T = TypeVar("T")
 R = TypeVar("R")

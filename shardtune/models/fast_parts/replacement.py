@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardtune.parallel.torch_private import tree_iter, tree_map
+from shardtune.parallel.torch_private.operations import tree_iter, tree_map
 
 Forward = Callable[..., Any]
 

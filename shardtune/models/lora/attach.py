@@ -50,7 +50,7 @@ from shardtune.models.lora.methods import inject_other, is_other, other_config, 
 from shardtune.models.lora.nf4 import NF4Linear, to_nf4
 from shardtune.models.new_tokens import KEY as ROWS
 from shardtune.models.new_tokens import check_rows, trained_rows
-from shardtune.parallel.torch_private import contents, own_persistent_buffers
+from shardtune.parallel.torch_private.modules import contents, own_persistent_buffers
 
 ADAPTER = "default"
 """PEFT's name for an adapter that is the only one."""

@@ -30,7 +30,7 @@ from shardtune.models.lora.attach import (
 from shardtune.models.lora.config import SUBTRACTING
 from shardtune.models.lora.nf4 import NF4Linear, decode
 from shardtune.parallel.meta_init import fill
-from shardtune.parallel.torch_private import contents, set_contents
+from shardtune.parallel.torch_private.modules import contents, set_contents
 
 if TYPE_CHECKING:
     from shardtune.models.lora.attach import AdaptedByLora

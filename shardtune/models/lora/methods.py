@@ -25,7 +25,7 @@ from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
 from shardtune.models.lora.choice import SECTION
 from shardtune.models.lora.config import class_name, ends, read_config
-from shardtune.parallel.torch_private import contents, set_parameter
+from shardtune.parallel.torch_private.modules import contents, set_parameter
 
 KEY = f"{SECTION}.peft"
 TYPE = "peft_type"

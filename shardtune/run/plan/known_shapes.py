@@ -13,13 +13,8 @@ from typing import Any
 
 import torch
 
-from shardtune.parallel.torch_private import (
-    FakeTensor,
-    FakeTensorMode,
-    schema_of,
-    storage_identity,
-    unset_fake_temporarily,
-)
+from shardtune.parallel.torch_private.operations import FakeTensor, FakeTensorMode, schema_of, unset_fake_temporarily
+from shardtune.parallel.torch_private.tensors import storage_identity
 
 CPU = torch.device("cpu")
 _REST = frozenset(("aten::set_", "aten::resize_", "aten::lift", "aten::lift_fresh", "aten::_local_scalar_dense"))

@@ -16,17 +16,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 from shardtune.models.flex_documents import flex, shapes
-from shardtune.parallel.torch_private import (
+from shardtune.parallel.torch_private.graph import backward
+from shardtune.parallel.torch_private.operations import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    backward,
     schema_of,
-    storage_identity,
     tree_map_only,
     unset_fake_temporarily,
     without_torch_function,
 )
+from shardtune.parallel.torch_private.tensors import storage_identity
 from shardtune.parallel.weights import local
 from shardtune.run.plan.known_shapes import KnownShapes
 

@@ -31,7 +31,8 @@ from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
 from shardtune.parallel.shard import shard_model
-from shardtune.parallel.torch_private import open_group_of_one, unchecked_recomputation
+from shardtune.parallel.torch_private.processes import open_group_of_one
+from shardtune.parallel.torch_private.recomputation import unchecked_recomputation
 from shardtune.parallel.weights import Weights
 from shardtune.run.plan.by_depth import Shallow
 from shardtune.run.plan.known_shapes import KnownShapes

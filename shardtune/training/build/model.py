@@ -26,7 +26,7 @@ from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.meta_init import init_empty_weights, materialise, persistent_buffers, read_parameters
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import BatchNormBase, set_parameter
+from shardtune.parallel.torch_private.modules import BatchNormBase, set_parameter
 from shardtune.parallel.unfit_parameters import check_shapes
 from shardtune.training.build.initial_weights import (
     Build,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardtune.models.adapter import Adapter
 from shardtune.models.causal_lm import CausalLM
-from shardtune.parallel.torch_private import DropoutBase
+from shardtune.parallel.torch_private.modules import DropoutBase
 
 RANDOM = ("drop", "jitter")
 """Parts of the names of settings of transformers' configs that make a forward random in training."""

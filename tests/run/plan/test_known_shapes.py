@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardtune.parallel.torch_private import FakeTensor, FakeTensorMode, storage_identity
+from shardtune.parallel.torch_private.operations import FakeTensor, FakeTensorMode
+from shardtune.parallel.torch_private.tensors import storage_identity
 from shardtune.run.plan.known_shapes import KnownShapes
 
 aten = torch.ops.aten

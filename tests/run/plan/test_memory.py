@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from shardtune.models.loss import LOGITS_PER_CHUNK, chunk_rows
-from shardtune.parallel.torch_private import FakeTensor
+from shardtune.parallel.torch_private.operations import FakeTensor
 from shardtune.run.plan import plan as planning
 from shardtune.run.plan.known_shapes import KnownShapes
 from shardtune.run.plan.ledger import Ledger, as_on_cuda

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.torch_version import TorchVersion
 
-from shardtune.parallel import torch_private
+from shardtune.parallel.torch_private.fsdp2 import shard_integers
 
 
 class OfTorch211:
@@ -31,7 +31,7 @@ def test_integers_are_neither_trained_nor_cast(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(private, "FSDPParam", type("OfTorch", (OfTorch211,), dict(vars(OfTorch211))))
     monkeypatch.setattr(private, "nn", nn)
-    torch_private.shard_integers.__wrapped__()
+    shard_integers.__wrapped__()
     if version == "2.12.0":  # which does so by itself
         assert private.nn is nn
         return
