@@ -66,6 +66,7 @@ class LocalRanks(RemoteRanks):
                 start_new_session=True,  # Ctrl-C is for the caller
                 env={**os.environ, **self._waiting, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
+        threading.Thread(target=_end_with, args=(process, here.dup()), daemon=True).start()
         self._ranks.append(process)
         self._pipes.append(Connection(here.detach()))
 
@@ -197,6 +198,16 @@ def found_failure(found: dict[int, Outcome]) -> Failure | None:
     """The first real failure among outcomes."""
     failures = (outcome.failure for outcome in found.values() if outcome.failure is not None)
     return next((failure for failure in failures if not failure.consequence), None)
+
+
+def _end_with(process: subprocess.Popen[bytes], pipe: socket.socket) -> None:
+    """Close the connection to a rank when it ends: a process that it has started may hold the other end open.
+
+    What the rank has sent can still be read.
+    """
+    with pipe:
+        process.wait()
+        pipe.shutdown(socket.SHUT_RDWR)
 
 
 def _watch_parent(parent: int) -> None:

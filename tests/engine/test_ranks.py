@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -401,3 +403,15 @@ def test_a_rank_that_fails_alone_ends_the_engine(model: Path, how: str, monkeypa
     assert isinstance(team, ranks_local.LocalRanks)
     assert all(process.poll() is not None for process in team._ranks)
     engine.close()
+
+
+def test_the_end_of_a_rank_is_noticed_though_another_process_holds_its_connection():
+    here, there = socket.socketpair()  # `there` stands for the end that a child of the rank has inherited
+    with there, ranks_local.Connection(here.dup().detach()) as pipe:
+        ranks_local.Connection(there.dup().detach()).send_bytes(b"answer")
+        ranks_local._end_with(subprocess.Popen(["true"]), here)
+        assert pipe.recv_bytes() == b"answer"
+        with pytest.raises(EOFError):
+            pipe.recv_bytes()
+        with pytest.raises(BrokenPipeError):
+            pipe.send_bytes(bytes(1 << 20))
