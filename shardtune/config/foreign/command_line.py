@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from shardtune.config.foreign import llama_factory
 from shardtune.config.foreign.launch import Launch
 from shardtune.config.foreign.launch_keys import SHORT, SWITCHES, TABLES
-from shardtune.config.foreign.refusals import refuse_command, refuse_llama_factory
+from shardtune.config.foreign.refusals import SWIFT_COMMANDS, refuse_command, refuse_llama_factory
 from shardtune.config.foreign.trainers import TRAINERS
 from shardtune.config.recipe_file import RecipeLoader
 from shardtune.errors import ConfigError
@@ -67,16 +68,16 @@ class CommandLine:
 
 
 def read_command_line(words: Sequence[str]) -> CommandLine:
-    """Read the words of a command line of another trainer, or the name of its file.
+    """Read the words of a command line of another trainer, also as one word in quotes, or the name of its file.
 
     A flag without a value is true, `--no_NAME` is false, and one with several values is a list, as transformers'
     `HfArgumentParser` reads them.
 
     Raises:
-        ConfigError: a flag is given twice, there are two files, or the command is one of TRL's or torchtune's that
-            does not fine-tune.
+        ConfigError: a quote is not closed, a flag is given twice, there are two files, or the command is one of TRL's
+            or torchtune's that does not fine-tune.
     """
-    environment, words = _environment(words)
+    environment, words = _environment(_words(words))
     if words[:2] == TUNE:
         return replace(_tune(words[2:]), environment=environment)
     if words[:1] == [AUTOMODEL]:
@@ -96,6 +97,21 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     file = Path(files[0]) if files else None
     keys = {name: values.pop(name) for name in [*values] if "." in name and file is not None and file.suffix == ".toml"}
     return CommandLine(file, values, launch, keys, environment)
+
+
+def _words(given: Sequence[str]) -> list[str]:
+    """The words of a command; a single one that has a program's words or flags in it is a line of a shell."""
+    line = given[0] if len(given) == 1 else ""
+    first, *rest = line.split() or [""]
+    is_command = first in (*LAUNCHERS, *PROGRAMS, *SWIFT_COMMANDS, *TUNE, AUTOMODEL) or " -" in f" {line}"
+    if not rest or not is_command or Path(line).exists():
+        return [*given]
+    try:
+        return shlex.split(line.replace("\\\n", " "))
+    except ValueError as error:
+        raise ConfigError(
+            f"the command cannot be read as a line of a shell: {error}", where=line, remedy="close the quote"
+        ) from error
 
 
 def _environment(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -26,6 +26,7 @@ from shardtune.errors import ConfigError
 
 HALOS = "halos"
 COMMAND_LINE = "the command line"
+SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 FROM: Mapping[str, OtherTrainer] = {**TRAINERS, HALOS: OtherTrainer(halos.NAME, {}, halos.MARKS, halos.convert)}
 """By the word for `--from`."""
 
@@ -127,6 +128,12 @@ def _tree(given: CommandLine) -> dict[str, object]:
 
 def _read(file: Path) -> dict[str, object]:
     """The keys of a file in YAML, JSON or, by its name, TOML."""
+    if file.suffix in SHELL:
+        raise ConfigError(
+            "a script of a shell is not read",
+            where=str(file),
+            remedy="give the words of its command: shardtune convert -o recipe.yaml trl sft --learning_rate …",
+        )
     if file.suffix != ".toml":
         return dict(copied(read_file(file).tree))
     try:

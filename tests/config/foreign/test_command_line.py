@@ -54,8 +54,9 @@ FLAGS = "--model_name_or_path me/model --dataset_name me/rows"
     ],
 )
 def test_words_are_read(typed: str, file: str | None, values: dict[str, object], processes: int | None) -> None:
-    found = read_command_line(shlex.split(typed))
-    assert (found.file, found.values, _processes(found)) == (file and Path(file), values, processes)
+    for words in (shlex.split(typed), [typed]):  # also as one line
+        found = read_command_line(words)
+        assert (found.file, found.values, _processes(found)) == (file and Path(file), values, processes)
 
 
 def _processes(found: CommandLine) -> int | None:
@@ -77,6 +78,8 @@ def test_commands_of_trl_that_do_not_fine_tune_are_refused(typed: str, command: 
         ("--seed 1 --seed 2", "--seed is given twice"),
         ("a.yaml b.yaml", "one"),
         ("NPROC_PER_NODE=8 swift sft --model a --dataset b", r"ms-swift(.|\n)*swift sft"),
+        ("\"swift sft --system 'a b' \\\\\n --model a\"", r"ms-swift(.|\n)*swift sft"),
+        ("'trl sft --seed \"1'", "cannot be read as a line of a shell: No closing quotation"),
         ("megatron sft --model a --micro_batch_size 1", r"ms-swift(.|\n)*megatron sft"),
         ("llamafactory-cli export a.yaml", r"export trains nothing(.|\n)*shardtune export RUN FOLDER --merge"),
         ("USE_V1=1 llamafactory-cli sft a.yaml", "v1 trainer"),
