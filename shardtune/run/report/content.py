@@ -16,6 +16,7 @@ from shardtune.config.tree import get_value, set_value
 from shardtune.config.yaml_text import yaml_text
 from shardtune.launch.events import ALIVE, BEGINS
 from shardtune.run.diff.settings import PLACE
+from shardtune.run.report.curves import natural_order
 from shardtune.run.stored_run import StoredRun
 from shardtune.training.loggers import SAMPLES
 
@@ -185,7 +186,7 @@ def _sample_files(run: StoredRun) -> dict[str, list[tuple[int, Path]]]:
         match = re.fullmatch(r"step_(\d+)(?:_(.+))?", file.stem)
         if match:
             found.setdefault(match[2] or "", []).append((int(match[1]), file))
-    return {name: sorted(files) for name, files in sorted(found.items())}
+    return {name: sorted(files) for name, files in sorted(found.items(), key=lambda one: natural_order(one[0]))}
 
 
 def final_metrics(run: StoredRun) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -168,6 +169,12 @@ def _group(name: str) -> str:
     return "more" if counted and name not in FIRST else "training"
 
 
-def _place(chart: Chart) -> tuple[int, str]:
-    """The place of a chart: the usual ones first, then by name."""
-    return (FIRST.index(chart.name) if chart.name in FIRST else len(FIRST)), chart.name
+def _place(chart: Chart) -> tuple[int, list[tuple[str, int]]]:
+    """The place of a chart: the usual ones first, then by name, with the numbers in names in their order."""
+    usual = FIRST.index(chart.name) if chart.name in FIRST else len(FIRST)
+    return usual, natural_order(chart.name)
+
+
+def natural_order(name: str) -> list[tuple[str, int]]:
+    """A key by which `layer_2` comes before `layer_10`."""
+    return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]

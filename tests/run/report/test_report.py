@@ -20,7 +20,7 @@ from shardtune.cli.commands import app
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.run.html import element
 from shardtune.run.report import write
-from shardtune.run.report.curves import Decimated
+from shardtune.run.report.curves import Decimated, natural_order
 from shardtune.run.report.write import REPORT, write_report
 from tests.support.tiny_run import Tiny, make_tiny
 
@@ -124,6 +124,11 @@ def test_a_curve_is_bounded_and_keeps_its_peaks() -> None:
         few.add(step, value)
     assert few.to_json() == {"x": [3, 5, 6], "y": [0.33333, 1.0, 2.0], "gaps": [1]}
     assert (few.last, few.last_shown) == (2.0, "not finite")
+
+
+def test_numbers_in_names_are_in_their_order() -> None:
+    names = ["train/loss_10", "train/loss", "train/loss_2", "train/loss_2b"]
+    assert sorted(names, key=natural_order) == ["train/loss", "train/loss_2", "train/loss_2b", "train/loss_10"]
 
 
 def test_a_failure_is_a_line(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
