@@ -41,6 +41,7 @@ SUPPORTED = ", ".join(KINDS) + f", and these with {', '.join(COMPRESSIONS)}"
 _DATA_LIST = re.compile(r"\s*\{\s*\"data\"\s*:\s*(?=\[)")
 _QUOTED = re.compile(r'"[^"]*+(?:""[^"]*+)*+"')
 """A whole cell in quotes."""
+_SNIFFED_LINES = 20
 _CHUNK_ROWS = 256
 _CHUNK_BYTES = 1 << 20
 _COUNTED_BYTES = 1 << 22
@@ -454,9 +455,9 @@ def _read_csv(path: Path) -> Iterator[Chunk]:
     plain = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     delimiter = "\t" if plain.suffix.lower() == ".tsv" else ","
     with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        first = text.readline()
+        first = [*itertools.islice(text, 1 + _SNIFFED_LINES)]
         _require_delimiter(first, delimiter, path)
-        record = _Record(itertools.chain([first] if first else [], text))
+        record = _Record(itertools.chain(first, text))
         cells = csv.reader(record, delimiter=delimiter, strict=True)
         numbered: list[NumberedRow] = []
         try:
@@ -478,17 +479,33 @@ def _read_csv(path: Path) -> Iterator[Chunk]:
         yield RowChunk(numbered, 1.0)
 
 
-def _require_delimiter(header: str, delimiter: str, path: Path) -> None:
-    """Raises `DataError` for a header that other characters divide: all its columns would be one."""
+def _require_delimiter(first: Sequence[str], delimiter: str, path: Path) -> None:
+    """Raises `DataError` for a table that other characters divide: all its columns would be one.
+
+    Args:
+        first: lines, of which those of most rows are divided as the header; one that is text alone has a column.
+        delimiter: by the file's name.
+        path: of the file.
+    """
+    header = first[0] if first else ""
     if len(next(csv.reader([header], delimiter=delimiter), [])) > 1:
         return
-    other = next((one for one in ",;\t" if len(next(csv.reader([header], delimiter=one), [])) > 1), None)
+    other = next((one for one in ",;\t" if _divides(one, first)), None)
     if other is not None:
         raise DataError(
             f"the columns of the header are divided by {other!r}, and not by {delimiter!r}: {_excerpt(header, 0)}",
             where=str(path),
             remedy="name the file .tsv" if other == "\t" else "save the table with commas, or with tabs as .tsv",
         )
+
+
+def _divides(delimiter: str, lines: Sequence[str]) -> bool:
+    """Whether a character divides the header, and at least half of the rows below it into as many cells."""
+    try:
+        header, *rows = [*filter(None, csv.reader(lines, delimiter=delimiter))] or [[]]
+    except csv.Error:
+        return False
+    return len(header) > 1 and 2 * sum(len(row) == len(header) for row in rows) >= len(rows)
 
 
 class _Record:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.messages import REASONING_KEYS, excerpt, loss_weight_of, numbered, parsed, read_turns, role_of
-from shardtune.data.row_shapes import advice
+from shardtune.data.row_shapes import advice, shown_keys
 from shardtune.data.token_rows import TOKEN_COLUMNS, Tokens, read_tokens
 from shardtune.errors import DataError
 
@@ -85,7 +85,7 @@ def recognise(row: Row) -> RowFormat:
     for known in FORMATS:
         if all(row.get(key) is not None for key in known.keys):
             return known
-    keys = ", ".join(str(key) for key in row) or "none"
+    keys = shown_keys(row) or "none"
     for known in FORMATS:
         missing = [key for key in known.keys if row.get(key) is None]
         if len(missing) < len(known.keys):
@@ -99,6 +99,11 @@ def recognise(row: Row) -> RowFormat:
     )
 
 
+def format_of(row: Row, name: str | None = None) -> RowFormat:
+    """The format of a row: the one that the recipe names, otherwise the one that is recognised."""
+    return recognise(row) if name is None else FORMATS_BY_NAME[name]
+
+
 def read_example(row: Row, name: str | None = None) -> Example:
     """The row as a conversation, a prompt with its completion, text, or tokens.
 
@@ -106,7 +111,7 @@ def read_example(row: Row, name: str | None = None) -> Example:
         name: the format, if the recipe names it; otherwise it is recognised.
     """
     row = present(row)
-    known = recognise(row) if name is None else FORMATS_BY_NAME[name]
+    known = format_of(row, name)
     _require_keys(row, known)
     media = [key for key in MEDIA_KEYS if row.get(key)]
     if media:
@@ -146,13 +151,8 @@ class ChatTitle:
         return self.name(row)
 
 
-def unread_keys(row: Row, name: str | None = None) -> list[str]:
-    """The keys of a row that its format does not look at.
-
-    Args:
-        name: the format, if the recipe names it; otherwise it is recognised.
-    """
-    known = recognise(row) if name is None else FORMATS_BY_NAME[name]
+def unread_keys(row: Row, known: RowFormat) -> list[str]:
+    """The keys of a row that its format does not look at."""
     is_text = known.name == "prompt_completion" and isinstance(row.get("prompt"), str)
     read = {*known.keys, *MEDIA_KEYS, *(() if is_text else known.reads)}
     return [str(key) for key in row if key not in read]
@@ -199,7 +199,7 @@ def _require_keys(row: Row, known: RowFormat) -> None:
     missing = [key for key in known.keys if row.get(key) is None]
     if missing:
         raise RowError(
-            f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)}).\n"
+            f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {shown_keys(row)}).\n"
             + advice(row, missing)
         )
 
@@ -225,7 +225,7 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
         return row
     missing = [name for name in columns.values() if name not in row]
     if missing:
-        raise RowError(f"data.columns names {missing[0]!r}, which the row does not have (its keys: {', '.join(row)})")
+        raise RowError(f"data.columns names {missing[0]!r}, which the row does not have (its keys: {shown_keys(row)})")
     taken = set(columns.values())
     kept = {key: value for key, value in row.items() if key not in taken}
     return {**kept, **{name: row[column] for name, column in columns.items()}}

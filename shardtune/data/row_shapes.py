@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 QUESTION = ("question", "problem", "query", "prompt", "instruction", "input", "user", "human", "request", "q")
 ANSWER = (
@@ -29,6 +29,11 @@ _ALIASES: Mapping[str, Sequence[str]] = {
     "output": ANSWER,
     "text": ("content", "document", "body", "passage"),
 }
+CHOSEN, REJECTED = "chosen", "rejected"
+_OF_CHOSEN = (
+    "\n    This is supervised fine-tuning on the chosen answers: the rejected ones are not read. Losses of preferences "
+    "are\n    methods on the engine (docs/your-method.md)"
+)
 _PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
 _NEVER = re.compile(
     r"(?i)(.*[_-])?(id|uuid|index|idx|hash|split|source|url|date|lang|language|license|path|file|(image|video|audio)s?)"
@@ -45,6 +50,7 @@ def advice(row: Mapping[str, object], keys: Sequence[str] = ()) -> str:
     found = _chosen(row, keys)
     columns = ", ".join(f"{key}: {_yaml(column)}" for key, column in found.items())
     whole = {**{key: key for key in _known(row, keys)}, **found}
+    ends = _OF_CHOSEN if CHOSEN in found.values() and REJECTED in row else ""
     parts = ", ".join(
         f"{json.dumps(key)}: row[{json.dumps(column, ensure_ascii=False)}]" for key, column in whole.items()
     )
@@ -52,8 +58,18 @@ def advice(row: Mapping[str, object], keys: Sequence[str] = ()) -> str:
         f"    Name its columns in the recipe, data.columns: {{{columns}}},\n"
         f"    or as a flag, --data.columns '{{{columns}}}',\n"
         "    or make another row of it, data.transform: prepare.py:prepare, with this line in prepare.py:\n"
-        f"    def prepare(row): return {{{parts}}}"
+        f"    def prepare(row): return {{{parts}}}{ends}"
     )
+
+
+def shown_key(key: object) -> str:
+    """A key of a row as a message has it: in quotes where it is empty, or begins or ends with a blank."""
+    text = str(key)
+    return text if text and text == text.strip() else repr(text)
+
+
+def shown_keys(row: Iterable[object]) -> str:
+    return ", ".join(map(shown_key, row))
 
 
 def _known(row: Mapping[str, object], keys: Sequence[str]) -> list[str]:

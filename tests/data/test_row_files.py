@@ -160,6 +160,11 @@ def test_tables_and_text_of_another_kind_are_refused_as_a_file(
         read(tmp_path / name)
 
 
+def test_a_table_of_one_column_whose_name_has_another_delimiter(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text; more\nhello; world\nagain\nand\n", encoding="utf-8")
+    assert read(tmp_path / "a.csv")[1] == {"text; more": "hello; world"}
+
+
 def test_cells_in_quotes(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('a,b\n"1,2","say ""so""\r\nand\nmore"\n\n5" disk, "x"\n"",""\n', newline="")
     assert read(tmp_path / "a.csv") == {

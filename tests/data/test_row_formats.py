@@ -14,6 +14,7 @@ from shardtune.data.row_formats import (
     Completion,
     Text,
     as_row,
+    format_of,
     read_example,
     recognise,
     rename_columns,
@@ -374,11 +375,15 @@ def test_the_keys_that_a_format_declares_are_those_it_reads(known):
 
 def test_keys_that_are_not_read():
     more = {"context": "c", "history": [], "system": "s", "image": None}
-    assert unread_keys({"question": "a", "answer": "b", **more}) == ["context", "history"]
-    assert unread_keys({"instruction": "a", "output": "b", **more}) == ["context"]
-    assert unread_keys({"prompt": "a", "completion": "b", **more}) == ["context", "history", "system"]
-    assert unread_keys({"prompt": [], "completion": [], **more}) == ["context", "history"]
-    assert unread_keys({"text": "a", "question": "b", "answer": "c"}, "text") == ["question", "answer"]
+
+    def unread(row, name=None):
+        return unread_keys(row, format_of(row, name))
+
+    assert unread({"question": "a", "answer": "b", **more}) == ["context", "history"]
+    assert unread({"instruction": "a", "output": "b", **more}) == ["context"]
+    assert unread({"prompt": "a", "completion": "b", **more}) == ["context", "history", "system"]
+    assert unread({"prompt": [], "completion": [], **more}) == ["context", "history"]
+    assert unread({"text": "a", "question": "b", "answer": "c"}, "text") == ["question", "answer"]
 
 
 def test_unknown_format_lists_keys_and_formats():

@@ -29,6 +29,7 @@ def test_both_lines_that_the_message_names_read_the_row(row: dict[str, object], 
     reason = caught.value.reason
     assert f"data.columns: {columns},\n    or as a flag, --data.columns '{columns}'," in reason
     assert max(map(len, reason.splitlines())) <= 120
+    assert ("fine-tuning on the chosen answers: the rejected ones are not read" in reason) == ("rejected" in row)
     names = dict(part.replace('"', "").split(": ") for part in columns[1:-1].split(", "))
     mapped = read_example(rename_columns(row, names))
     line = re.search(r"in prepare\.py:\n    (def prepare\(row\): return .*)", reason)
@@ -36,6 +37,11 @@ def test_both_lines_that_the_message_names_read_the_row(row: dict[str, object], 
     made: dict = {}
     exec(line[1], made)
     assert read_example(made["prepare"](row)) == mapped
+
+
+def test_keys_that_would_not_be_seen_are_in_quotes() -> None:
+    with pytest.raises(RowError, match=r"has no answer \(its keys: question, ' answer', ''\)"):
+        read_example({"question": "a", " answer": "b", "": "1"})
 
 
 def test_a_format_that_the_recipe_names_too() -> None:

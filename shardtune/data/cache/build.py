@@ -23,7 +23,7 @@ from shardtune.data.loader.prefetch import ProcessDied, computed_ahead
 from shardtune.data.progress import BuildProgress
 from shardtune.data.robot.frames import FrameRow
 from shardtune.data.row_files import Chunk
-from shardtune.data.row_formats import in_format, unread_keys
+from shardtune.data.row_formats import format_of, in_format, unread_keys
 from shardtune.data.sources.resolve import Source, SourceFile, prepare_row
 from shardtune.errors import DataError
 
@@ -150,7 +150,9 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
         prepared = in_format(prepared, task.source.format)
     whole = task.encoder.encode(prepared)
     if task.source.is_text:
-        tally.note_unread(unread_keys(given, task.source.format), number)
+        known = format_of(given, task.source.format)
+        tally.note_format(known.title, number)
+        tally.note_unread(unread_keys(given, known), number)
     elif isinstance(task.encoder, NamesUnread):
         tally.note_unread(task.encoder.unread(prepared), number)
     try:

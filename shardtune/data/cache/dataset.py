@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from shardtune.batch import Sample
 from shardtune.data.cache.blocks import TokenBlock
 from shardtune.data.cache.entry import Entry, Notes, Tally
 from shardtune.data.cache.fields import Kinds, require_same_kinds
+from shardtune.data.row_shapes import shown_key
 from shardtune.errors import DataError
 
 _OUTCOMES = {
@@ -91,6 +93,8 @@ class DataReport:
                     what = text.replace("data.max_length", limit)
                     yield f"{file.label}: {rows} {what}{share}: {_first(notes, examples)}"
             yield from _unread(file)
+        for source in dict.fromkeys(file.source for file in self.files):
+            yield from _several_formats(source, [file for file in self.files if file.source == source])
 
     def quarantined(self, examples: int = 3) -> Iterator[str]:
         """One line per file with rows that `data.quarantine` leaves out, with the first of them."""
@@ -120,11 +124,24 @@ def _unread(file: FileReport) -> Iterator[str]:
     tally = file.tally
     encoded = tally.rows - tally.filtered.count - tally.bad.count
     found = [(key, notes) for key, notes in tally.unread.items() if notes.count < encoded]
-    shown = [f"{key} ({notes.count:,} of {tally.rows:,}, row {notes.first[0][0]:,})" for key, notes in found]
+    shown = [f"{shown_key(key)} ({notes.count:,} of {tally.rows:,}, row {notes.first[0][0]:,})" for key, notes in found]
     if len(shown) > _SHOWN_KEYS:
         shown[_SHOWN_KEYS:] = [f"and {len(shown) - _SHOWN_KEYS:,} more"]
     if shown:
         yield f"{file.label}: not read are keys that some rows have: {', '.join(shown)}"
+
+
+def _several_formats(source: str, files: Sequence[FileReport]) -> Iterator[str]:
+    """A line where the rows of a source have several formats: the first row's alone is named with the source."""
+    counts, first = Counter[str](), dict[str, str]()
+    for file in files:
+        for title, notes in file.tally.formats.items():
+            counts[title] += notes.count
+            place = f"{file.label}: " if len(files) > 1 else ""
+            first.setdefault(title, f"{place}row {notes.first[0][0]:,}")
+    if len(counts) > 1:
+        shown = (f"{title} ({count:,}, from {first[title]})" for title, count in counts.items())
+        yield f"{source}: rows have {len(counts)} formats: {', '.join(shown)}"
 
 
 def _digest(numbers: Sequence[int]) -> str:
@@ -303,6 +320,13 @@ class TokenDataset:
     def field_counts(self, name: str) -> np.ndarray:
         """int64 [rows]: how many elements along its first dimension a field has in each row."""
         return self._gather([entry.field_counts(name) for entry in self._entries if len(entry)])
+
+    def of_other_shape(self, name: str) -> int | None:
+        """The first row in which a field has another shape than in `first_trained`; None if all have one."""
+        shapes = self._gather([entry.field_shapes(name) for entry in self._entries if len(entry)])
+        differ = (shapes != shapes[self.first_trained]).any(axis=1)
+        differ[self.left_out] = False
+        return int(differ.argmax()) if differ.any() else None
 
     def _gather(self, pieces: list[np.ndarray]) -> np.ndarray:
         whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -93,6 +93,7 @@ class TallyJson(TypedDict):
     split: NotesJson
     windows: int
     unread: NotRequired[dict[str, NotesJson]]  # of an earlier version: none
+    formats: NotRequired[dict[str, NotesJson]]  # likewise
 
 
 @dataclass(slots=True)
@@ -113,6 +114,7 @@ class Tally:
         split: kept, in windows. windows: how many more rows of the data set that makes.
         prompt_differs: kept, but their answers are preceded by something else than the prompt of generation.
         unread: rows with a key that their format does not look at, by key; of the first hundred keys.
+        formats: rows of each format of text and chats, by its title, with the first one.
     """
 
     rows: int = 0
@@ -129,15 +131,17 @@ class Tally:
     split: Notes = field(default_factory=Notes)
     windows: int = 0
     unread: dict[str, Notes] = field(default_factory=dict)
+    formats: dict[str, Notes] = field(default_factory=dict)
 
     def note_unread(self, keys: Sequence[str], number: int) -> None:
         """Count a row's keys that are not read."""
         for key in keys:
             if key in self.unread or len(self.unread) < _KEPT_NOTES:
-                notes = self.unread.setdefault(key, Notes())
-                notes.count += 1
-                if not notes.first:
-                    notes.first.append((number, ""))
+                _count(self.unread, key, number)
+
+    def note_format(self, title: str, number: int) -> None:
+        """Count a row by its format."""
+        _count(self.formats, title, number)
 
     def extend(self, other: Tally) -> None:
         self.rows += other.rows
@@ -153,11 +157,8 @@ class Tally:
         self.prompt_differs.extend(other.prompt_differs)
         self.split.extend(other.split)
         self.windows += other.windows
-        for key, notes in other.unread.items():
-            if key in self.unread:
-                self.unread[key].count += notes.count
-            elif len(self.unread) < _KEPT_NOTES:
-                self.unread[key] = Notes(notes.count, list(notes.first))
+        _add_up(self.unread, other.unread)
+        _add_up(self.formats, other.formats)
 
     def dropped(self) -> list[tuple[int, str, str]]:
         """The dropped rows among the noted ones, in order: number, cause, reason."""
@@ -181,7 +182,24 @@ class Tally:
             split=Notes.from_json(content["split"]),
             windows=content["windows"],
             unread={key: Notes.from_json(notes) for key, notes in content.get("unread", {}).items()},
+            formats={title: Notes.from_json(notes) for title, notes in content.get("formats", {}).items()},
         )
+
+
+def _count(found: dict[str, Notes], name: str, number: int) -> None:
+    notes = found.setdefault(name, Notes())
+    notes.count += 1
+    if not notes.first:
+        notes.first.append((number, ""))
+
+
+def _add_up(found: dict[str, Notes], others: Mapping[str, Notes]) -> None:
+    """Add the counts of later rows, by name; of the first hundred names."""
+    for name, notes in others.items():
+        if name in found:
+            found[name].count += notes.count
+        elif len(found) < _KEPT_NOTES:
+            found[name] = Notes(notes.count, list(notes.first))
 
 
 @dataclass(slots=True)
@@ -431,6 +449,10 @@ class Entry:
     def field_counts(self, name: str) -> np.ndarray:
         """int64 [rows]: how many elements along its first dimension a field has in each row."""
         return self._fields.counts(name)
+
+    def field_shapes(self, name: str) -> np.ndarray:
+        """int64 [rows, dimensions]: the shape of a field in each row."""
+        return self._fields.shapes(name)
 
     def _prompt(self, index: int) -> tuple[np.ndarray | None, str | None, str | None]:
         """The prompt of a row, its reference and its question."""

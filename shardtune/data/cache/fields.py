@@ -190,6 +190,13 @@ class FieldsReader:
             return np.broadcast_to(np.int64(shape[0]), rows)
         return self._uneven[name][2][:, 0]
 
+    def shapes(self, name: str) -> np.ndarray:
+        """int64 [rows, dimensions]: the shape of a field in each row."""
+        if name in self._even:
+            rows, *shape = self._even[name].shape
+            return np.broadcast_to(np.array(shape, _OFFSET), (rows, len(shape)))
+        return self._uneven[name][2]
+
     def row(self, index: int) -> dict[str, np.ndarray]:
         """The fields of one row, as read-only views of the file."""
         fields = {name: data[index, ...] for name, data in self._even.items()}

@@ -36,13 +36,14 @@ from shardtune.data.row_formats import (
     FORMATS_BY_NAME,
     ChatTitle,
     check_columns,
+    format_of,
     in_format,
     read_example,
-    recognise,
     rename_columns,
     replaced_columns,
     unread_keys,
 )
+from shardtune.data.row_shapes import CHOSEN, REJECTED, shown_key
 from shardtune.data.sources import hub
 from shardtune.data.sources.fingerprint import fingerprints, outline
 from shardtune.data.sources.found_files import files_below, fixed_part, matching, same_file
@@ -59,6 +60,10 @@ ROBOT_KINDS = (LEROBOT, *RECORDINGS)
 ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
 _SNIFFED_ROWS = 20
 _SHOWN_KEYS = 5
+_ONE_SIDE = (
+    "rows of preferences are trained by supervised fine-tuning, on the answer that is read; "
+    f"{REJECTED} ones are in no loss (losses of preferences are methods on the engine: docs/your-method.md)"
+)
 _FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
 _ARRAYS = (".npz", ".npy", ".tfrecord")
 _CONVERT = (
@@ -206,9 +211,11 @@ def resolve_sources(
         sources.append(replace(source, title=title, is_text=is_text))
         if is_text:
             check_columns(source.columns)
-        keys = unread_keys(row, source.format) if is_text else _unread_columns(source)
+        keys = unread_keys(row, format_of(row, source.format)) if is_text else _unread_columns(source)
         number = f"{len(files)} file{'s' if len(files) > 1 else ''}"
         report(f"data: {name}: {title}, {number} ({files[0].label}){_not_read([*replaced, *keys])}")
+        if is_text and REJECTED in keys and CHOSEN in (*keys, *source.columns.values()):
+            report(f"data: {name}: {_ONE_SIDE}")
         images = unread_images(files[0].path, source.columns) if files[0].kind == LEROBOT else []
         if images:
             report(
@@ -221,7 +228,7 @@ def resolve_sources(
 
 
 def _not_read(names: Sequence[str]) -> str:
-    return f"; not read: {hub.some_of(names, _SHOWN_KEYS)}" if names else ""
+    return f"; not read: {hub.some_of([shown_key(name) for name in names], _SHOWN_KEYS)}" if names else ""
 
 
 def _unread_columns(source: Source) -> list[str]:
@@ -591,7 +598,7 @@ def _title(source: Source) -> Callable[[Row], str]:
         if source.frames is not None:
             return describe_frame(row)
         read_example(row, source.format)
-        return (recognise(row) if source.format is None else FORMATS_BY_NAME[source.format]).title
+        return format_of(row, source.format).title
 
     return read
 

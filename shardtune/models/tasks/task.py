@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row
 from shardtune.data.row_formats import present
+from shardtune.data.row_shapes import shown_keys
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
 from shardtune.models.adapter import Evaluation as Evaluated
@@ -157,7 +158,7 @@ class TextTask(Adapter):
         """What is read of rows such as this one, and what is not."""
         self.encode(row)
         read = [name for name in self.columns(row) if name is not None]
-        unread = ", ".join(self.unread(row))
+        unread = shown_keys(self.unread(row))
         return " + ".join(read) + (f" (not read: {unread})" if unread else "")
 
     def unread(self, row: Row) -> Sequence[str]:

@@ -15,7 +15,8 @@ from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.config.user_code import names_in
 from shardtune.data.audit.limits import check_limits
-from shardtune.data.cache.by_file import RowsByFile
+from shardtune.data.cache.by_file import RowsByFile, TrainingRows
+from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import Encoder
 from shardtune.data.prepare import PreparedData, prepare_data
@@ -37,6 +38,7 @@ from shardtune.training.train_output import TrainOutput
 from shardtune.training.worker.adapter_task import AdapterTask, episodes, root_of
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.cached_rows import CachedRowsTask, set_name
+from shardtune.training.worker.even_fields import check_shapes
 from shardtune.training.worker.exported_recipe import over_directory
 from shardtune.training.worker.policy_files import policy_files
 from shardtune.training.worker.run_context import silent
@@ -105,11 +107,9 @@ class SFTWorker(FSDPSftWorker):
         self.prepared: PreparedData = prepared or prepare_data(
             recipe, self._encoder, train_data=train_data, eval_data=eval_data, training=training, report=report
         )
-        for rows in (self.prepared.train, *self.prepared.evals.values()):
-            if isinstance(rows, RowsByFile):
-                rows.follow(lambda file: self.adapter.check_rows(file.lengths, file.locate) if len(file) else None)
-            elif rows is not None:
-                self.adapter.check_rows(rows.lengths, rows.locate)
+        self._check_rows(self.prepared.train, recipe.actor.micro_batch_size)
+        for rows in self.prepared.evals.values():
+            self._check_rows(rows, recipe.actor.eval_micro_batch_size or recipe.actor.micro_batch_size)
         if training and prepared is None:
             check_limits(recipe, self.prepared, report)
         super().__init__(recipe)
@@ -119,6 +119,20 @@ class SFTWorker(FSDPSftWorker):
         self.end_of_turn_ids = text.end_of_turn_ids
         self.saved_files = {**text.files, **policy_files(recipe, self.adapter)}
         self.report = report
+
+    def _check_rows(self, rows: TrainingRows | None, most: int | None) -> None:
+        """Refuse rows that the model cannot take, or that cannot be stacked; `most` of them are in a micro-batch."""
+        is_stacked = most != 1 and type(self).build_dataloader is SFTWorker.build_dataloader
+
+        def check(file: TokenDataset) -> None:
+            self.adapter.check_rows(file.lengths, file.locate)
+            if is_stacked:
+                check_shapes(self.adapter, file)
+
+        if isinstance(rows, RowsByFile):
+            rows.follow(lambda file: check(file) if len(file) else None)
+        elif rows is not None:
+            check(rows)
 
     def _encoder(self, with_prompts: bool) -> Encoder:
         return self.adapter.encoder(with_prompts=with_prompts)

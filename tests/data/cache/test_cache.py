@@ -280,6 +280,10 @@ class TestReport:
         assert list(dataset.report.lines()) == [line]
         assert list(build(path, num_workers=num_workers, is_text=True).report.lines()) == [line]  # from the cache
         assert {key: notes.count for key, notes in dataset.report.files[0].tally.unread.items()} == {"id": 6, "note": 3}
+        asked = {"question": "9", "answer": "9", "text": "9=9"}
+        write(path, [{"text": "1=1"}, asked, asked, {"text": "2=2"}, {"text": f"{num_workers}=0"}])
+        *_, line = build(path, num_workers=num_workers, is_text=True).report.lines()
+        assert line == "a: rows have 2 formats: plain text (3, from row 1), question/answer (2, from row 2)"
 
     def test_nothing_left(self, tmp_path, build):
         with pytest.raises(DataError, match=r"(?s)no row is left.*2 of 2 rows dropped, without a target.*a.jsonl"):

@@ -139,6 +139,10 @@ class TestNaming:
         write_jsonl(path, [{"text": "a", **{f"k{number}": 1 for number in range(7)}}])
         resolve(path)
         assert said[-1].endswith("; not read: k0, k1, k2, k3, k4 and 2 more")
+        write_jsonl(path, [{"prompt": "a", "chosen": "b", "rejected": "c", "": 1}])
+        resolve({"path": str(path), "columns": {"completion": "chosen"}})
+        assert said[-2].endswith("; not read: rejected, ''")
+        assert "a: rows of preferences are trained by supervised fine-tuning, on the answer that is read" in said[-1]
 
     def test_lists_entries_and_unique_names(self, tmp_path, resolve):
         write_jsonl(tmp_path / "a" / "train.jsonl")

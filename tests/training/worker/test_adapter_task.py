@@ -187,6 +187,20 @@ def test_a_loss_that_draws_for_its_rows_is_the_same_on_any_layout(folder: Path) 
                 torch.testing.assert_close(found.weights[name], weight, rtol=1e-10, atol=1e-12)
 
 
+class Uneven(Paths):
+    """Nothing pads its rows."""
+
+    padding: ClassVar[Mapping[str, float]] = {}
+
+
+def test_rows_that_cannot_be_stacked_are_refused_before_training(folder: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"'path' has rows of different shapes: \[\d, 3\] in .*rows.jsonl:1, \[\d, 3\] in"
+    ):
+        SFTWorker(load_recipe(recipe(folder, "Uneven", 4)), report=quiet)
+    SFTWorker(load_recipe(recipe(folder, "Uneven", 1)), report=quiet)
+
+
 class Scaled(BertForSequenceClassification):
     """A model with a parameter that is in no file, and that `_init_weights` does not know."""
 
