@@ -64,7 +64,7 @@ Accumulate = Callable[..., Totals]
 
 @dataclass(slots=True)
 class LossScale:
-    """The factor that keeps fp16 gradients above underflow; halved on overflow, doubled after steps without.
+    """The factor that keeps fp16 gradients above underflow; halved by a step that overflows, doubled after others.
 
     Attributes:
         value: the factor.
@@ -209,8 +209,10 @@ def optimizer_step(
     """One step of the optimizer on all ranks.
 
     A gradient or a loss that is not finite changes nothing, on any rank: where fp16 gradients overflow, all batches are
-    computed again at half the loss scale, otherwise (or where no scale helps, which is as before then) the result has
-    `updated=False`. So do a step that `judge` refuses, and one without a target, which decay alone would change.
+    computed again at half the loss scale, as often as it takes, otherwise (or where no scale helps, which is as before
+    then) the result has `updated=False`. The next step begins at half of where this one began: at a smaller scale the
+    gradients of rows without overflow would underflow. Nothing is changed either by a step that `judge` refuses, or by
+    one without a target, which decay alone would change.
 
     Raises:
         ModelError: there are targets and no gradient; ranks called different units; a parameter is trained now that the
@@ -246,6 +248,8 @@ def optimizer_step(
         loss_scale.halve()
         if buffers:
             weights.restore_buffers(buffers)
+    if loss_scale is not None and first_scale is not None and tries > 1:
+        loss_scale.value = first_scale.value / 2  # one bad step must not make the gradients of those after it underflow
     known_at = time.perf_counter()
     if not reached and not square:
         raise _without_gradient()
