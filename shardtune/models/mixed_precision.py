@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from transformers import PreTrainedModel
 
 from shardtune.parallel.buffers import statistical_norms
@@ -31,7 +32,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor, outputs)
 
     for module in (model, *_layers(model)):
-        module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+        _cast_for(module, dtype)
     if dtype in HALF:
         model.register_forward_hook(outputs_in_fp32)
 
@@ -46,8 +47,23 @@ def cast_for_layers(model: nn.Module, dtype: torch.dtype) -> None:
         return
     kept = full_precision_parameters(model)
     for module in model.modules():
-        if _is_torchs(module) and not kept.intersection(module.parameters(recurse=False)):
-            module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+        if _is_torchs(module) and not kept.intersection(_weights(module)):
+            _cast_for(module, dtype)
+
+
+def _cast_for(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a layer's inputs to `dtype`.
+
+    Its weight is computed in fp32 where that takes a buffer, which is fp32 (`spectral_norm`, `orthogonal`), and then
+    rounded to half precision.
+    """
+    layer.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+    for parametrization in _of_weights(layer) if dtype in HALF else ():
+        if type(parametrization).__module__.startswith("torch.nn") and any(
+            map(torch.is_floating_point, parametrization.buffers())
+        ):
+            parametrization.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True)
+            parametrization.register_forward_hook(lambda _module, _args, weight: weight.to(dtype))
 
 
 def _cast_inputs(
@@ -60,8 +76,23 @@ def _cast_inputs(
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Whether it is a layer of torch that has parameters."""
-    return type(module).__module__.startswith("torch.nn.modules") and bool(contents(module)[0])
+    """Whether it is a layer of torch that has parameters, or of which weights are computed."""
+    is_own = type_before_parametrizations(module).__module__.startswith("torch.nn.modules")
+    return is_own and (is_parametrized(module) or bool(contents(module)[0]))
+
+
+def _of_weights(layer: nn.Module) -> Iterator[nn.Module]:
+    """What computes a layer's weights from its parameters, by `torch.nn.utils.parametrize`."""
+    if is_parametrized(layer):
+        for parametrizations in layer.get_submodule("parametrizations").children():
+            yield from parametrizations.children()
+
+
+def _weights(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """A layer's parameters, and those that its weights are computed from."""
+    yield from layer.parameters(recurse=False)
+    if is_parametrized(layer):
+        yield from layer.get_submodule("parametrizations").parameters()
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:

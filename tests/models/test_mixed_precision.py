@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from transformers import LlamaConfig, PreTrainedModel
 
-from shardtune.models.mixed_precision import cast_for_layers
+from shardtune.models.mixed_precision import cast_for_layers, compute_in
 
 
 class Routed(PreTrainedModel):
@@ -49,3 +52,29 @@ def test_full_precision_changes_nothing() -> None:
     cast_for_layers(model, torch.float32)
     with pytest.raises(RuntimeError, match="dtype"):
         model(torch.ones(2, 3, dtype=torch.float64))
+
+
+COMPUTED = {"weight_norm": weight_norm, "spectral_norm": spectral_norm, "orthogonal": orthogonal}
+
+
+@pytest.mark.parametrize("cast", [cast_for_layers, compute_in])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_weights_that_are_computed_with_buffers_are_computed_in_full_precision(
+    name: str, cast: Callable[[nn.Module, torch.dtype], None]
+) -> None:
+    """Of parameters that half precision holds, so that all that is rounded are weights, inputs and outputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(COMPUTED[name](nn.Linear(4, 3)), nn.Linear(3, 1))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    x = torch.randn(5, 4).bfloat16().float()
+    exact = model(x)
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    cast(model, torch.bfloat16)
+    found = model(x)
+    torch.testing.assert_close(found.float(), exact, rtol=2**-6, atol=2**-7)
+    assert {key: buffer.dtype for key, buffer in model.named_buffers()} == dict.fromkeys(buffers, torch.float32)
+    found.float().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
