@@ -33,6 +33,7 @@ import gc
 import importlib
 import inspect
 import json
+import logging
 import os
 import signal
 import socket
@@ -116,6 +117,8 @@ LONGEST_FORK = 300.0
 LONGEST_END = 30.0
 """Seconds within which a server ends once its caller does; a process that was forked from that may hold the channel."""
 LARGE_PAGE = 1 << 21
+CHECKPOINT_LOGGER = "c10d-NullHandler-dcp_logger"
+"""torch's, which makes two records for each tensor that is saved, and has nowhere to write them."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -610,6 +613,7 @@ def main() -> None:
     install()
     _starts_servers = False
     os.fsync = no_fsync
+    logging.getLogger(CHECKPOINT_LOGGER).setLevel(logging.ERROR)
     rest_garbage()
     join_pages()
     request = serve(socket.socket(fileno=int(sys.argv[1])))
