@@ -201,7 +201,7 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
         raise ParallelError(
             f"{type(model).__name__} declares no plan for tensor parallelism",
             where=WHERE,
-            remedy=f"set {WHERE}: 1, or give the adapter a tensor_plan",
+            remedy=f"set {WHERE}: 1, where FSDP shares weights among all ranks, or write a tensor_plan in your adapter",
         )
     unknown = sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES.keys()))
     packed = sorted(name for name, style in plan.items() if style in PACKED)

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from shardtune.errors import legible, printable
 from shardtune.launch.signals import outlive_output
 from shardtune.models.recipe_hooks import OF_ANSWERS
 from shardtune.run.live import NotebookFoot, TerminalFoot, Ticking
-from shardtune.run.status import Status, duration
+from shardtune.run.status import Status, decimal, duration
 from shardtune.training.run_summary import RunSummary, adapters_in_brief
 
 PLAIN_SECONDS = 10.0
@@ -36,13 +36,13 @@ CONTEXT_TOKENS = 40
 """How much of a longer row is shown at its beginning and around trained tokens."""
 TARGET_TOKENS = 800
 """The longest run of trained tokens that is shown whole; of a longer one its first three quarters and its end."""
-STEP_FORMS: Mapping[str, str] = {
-    "train/loss": "loss {:.4f}",
-    "train/grad_norm": "grad {:.2f}",
-    "train/learning_rate": "lr {:.2e}",
-    "perf/tokens_per_second": "{:,.0f} tokens/s",
-    "perf/samples_per_second": "{:,.1f} samples/s",
-    "perf/peak_memory_gb": "{:.1f} GB",
+STEP_FORMS: Mapping[str, Callable[[float], str]] = {
+    "train/loss": lambda loss: f"loss {decimal(loss, 4)}",
+    "train/grad_norm": lambda norm: f"grad {decimal(norm, 3)}",
+    "train/learning_rate": "lr {:.2e}".format,
+    "perf/tokens_per_second": "{:,.0f} tokens/s".format,
+    "perf/samples_per_second": "{:,.1f} samples/s".format,
+    "perf/peak_memory_gb": "{:.1f} GB".format,
 }
 """The metrics in a line of progress; a step of a user's own `run_training` may lack some."""
 VERDICTS: Mapping[object, str] = {True: "right", False: "wrong"}
@@ -256,7 +256,7 @@ class Display:
         if self._status is not None:
             self._status.stepped(step, metrics)
             return
-        text = "  ".join(form.format(metrics[name]) for name, form in STEP_FORMS.items() if name in metrics)
+        text = "  ".join(form(metrics[name]) for name, form in STEP_FORMS.items() if name in metrics)
         now = time.monotonic()
         if (
             self._spoken == -math.inf
@@ -403,5 +403,5 @@ def count(value: float) -> str:
 
 
 def shown(metric: str, value: float) -> str:
-    """A metric's value: counts as whole numbers, everything else to four places."""
-    return f"{value:,.0f}" if metric.endswith("unparsed") else f"{value:,.4f}"
+    """A metric's value: counts as whole numbers, everything else to four places or digits."""
+    return f"{value:,.0f}" if metric.endswith("unparsed") else decimal(value, 4)

@@ -31,6 +31,7 @@ from shardtune.run.choose_worker import make_worker, unused_workers, worker_clas
 from shardtune.run.directory import plan_run
 from shardtune.run.display import Display, count
 from shardtune.run.push import check_push
+from shardtune.run.status import decimal
 from shardtune.training.callbacks import load_callbacks
 from shardtune.training.loggers import check_logger
 from shardtune.training.run_summary import RunSummary
@@ -78,8 +79,9 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
         for line in checklist(worker, metrics):
             display.report(line)
         display.report(
-            f"one step: loss {metrics['train/loss']:.4f}, gradient norm {metrics['train/grad_norm']:.3f}, "
-            f"{_size(metrics)}; to come: {worker.position.horizon:,} steps, {_size_to_come(worker, metrics)}"
+            f"one step: loss {decimal(metrics['train/loss'], 4)}, "
+            f"gradient norm {decimal(metrics['train/grad_norm'], 3)}, {_size(metrics)}; "
+            f"to come: {worker.position.horizon:,} steps, {_size_to_come(worker, metrics)}"
         )
         for note in plan.notes:
             display.report(note)
@@ -133,8 +135,8 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
         f"✓ model weights: {summary.model} of {count(summary.parameters)} parameters, {where}",
         f"✓ training data: {_epoch(summary)}",
         f"✓ format: {_format(worker)}",
-        f"✓ supervision target: a loss of {metrics['train/loss']:.4f} over {_targets(worker, metrics)} of the first "
-        f"step, with a gradient of norm {metrics['train/grad_norm']:.3f}",
+        f"✓ supervision target: a loss of {decimal(metrics['train/loss'], 4)} over {_targets(worker, metrics)} of the "
+        f"first step, with a gradient of norm {decimal(metrics['train/grad_norm'], 3)}",
     ]
     if not math.isfinite(metrics["train/loss"]) or not metrics["train/grad_norm"]:
         lines[-1] = f"✗ supervision target: {worker.position.problem or 'the gradient of the first step is zero'}"
@@ -186,7 +188,7 @@ def _evaluated(worker: FSDPSftWorker, name: str) -> str:
     evaluation = Evaluation(worker.model, worker.ranks, worker.step, worker.context.poll, worker.report)
     metrics = worker.task.evaluate_set(name, first, {**info, "num_samples": None}, evaluation).metrics
     worker.model.train()
-    return f"{found}; its first batch gives {', '.join(f'{key} {value:.4f}' for key, value in metrics.items())}"
+    return f"{found}; its first batch gives {', '.join(f'{key} {decimal(value, 4)}' for key, value in metrics.items())}"
 
 
 def _first_row(worker: FSDPSftWorker) -> tuple[Sample | None, PreTrainedTokenizerBase | None]:

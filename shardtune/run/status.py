@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from rich.text import Text
@@ -33,14 +33,15 @@ ACTIVITIES: Mapping[Phase, str] = {
     FINAL: "writing final/",
 }
 """What a phase is called; any other is training, or what the display was given."""
-STEP_FORMS: Mapping[str, str] = {
-    "train/grad_norm": "grad {:.2f}",
-    "train/learning_rate": "lr {:.2e}",
+STEP_FORMS: Mapping[str, Callable[[float], str]] = {
+    "train/grad_norm": lambda norm: f"grad {decimal(norm, 3)}",
+    "train/learning_rate": "lr {:.2e}".format,
 }
 LABEL_COLUMNS, BAR_COLUMNS, CURVE_COLUMNS = 11, 40, 32
 SHOWN_SECONDS = 3.0
 """From this long on, the time is shown that something other than training has taken."""
 LARGE_SPREAD = 10.0
+LARGEST_IN_PLACES = 1e9
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -154,9 +155,9 @@ class Status:
                 shown.append(f"{speed:,.0f} {unit}/s")
         if (memory := metrics.get("perf/peak_memory_gb")) is not None:
             shown.append(f"{memory:.1f} GB")
-        shown += [form.format(metrics[name]) for name, form in STEP_FORMS.items() if name in metrics]
+        shown += [form(metrics[name]) for name, form in STEP_FORMS.items() if name in metrics]
         if "train/loss" in metrics:
-            text.append(f"loss {metrics['train/loss']:.4f}".ljust(LABEL_COLUMNS) + " ")
+            text.append(f"loss {decimal(metrics['train/loss'], 4)}".ljust(LABEL_COLUMNS) + " ")
             columns = max(0, min(CURVE_COLUMNS, width - 59))
             text.append(self._losses.sparkline(columns).ljust(columns), style="green")
         text.append(_fitting(shown, width - len(text)))
@@ -188,6 +189,12 @@ def _fitting(pieces: Sequence[str], columns: int) -> str:
             break
         text += f"  {piece}"
     return text
+
+
+def decimal(value: float, places: int) -> str:
+    """A number to so many places, or as `3.2100e-05` where that would show one digit of it, or none, or thirty."""
+    in_places = value == 0 or 10.0 ** (1 - places) <= abs(value) < LARGEST_IN_PLACES
+    return f"{value:,.{places}f}" if in_places else f"{value:.{places}e}"
 
 
 def duration(seconds: float) -> str:

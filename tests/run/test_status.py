@@ -10,7 +10,7 @@ import pytest
 from shardtune.launch.progress import EVALUATION, FIRST_STEP, GENERATION, SAVING, STEP, Progress
 from shardtune.launch.watchdog.stacks import Place
 from shardtune.run import status as module
-from shardtune.run.status import Curve, Status
+from shardtune.run.status import Curve, Status, decimal
 
 METRICS = {
     "train/loss": 2.5,
@@ -47,7 +47,7 @@ def test_no_line_is_longer_than_the_terminal_is_wide(width: int, clock: list[flo
     assert not any(line.endswith("…") for line in lines) or width == 20
     if width >= 79:
         assert lines[0].endswith(" 69/1,000,000  27775 h 51 min left")
-        assert "26,869 tokens/s  1.3 GB  grad 0.50" in lines[1]
+        assert "26,869 tokens/s  1.3 GB  grad 0.500" in lines[1]
         assert "█" in lines[1]
 
 
@@ -110,3 +110,14 @@ def test_a_curve_of_any_length_takes_bounded_memory() -> None:
     flat.add(3)
     flat.add(3)
     assert flat.sparkline(9) == "▁▁"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2.30259, "2.3026"), (0.0, "0.0000"), (-12345.6, "-12,345.6000"), (0.000321, "3.2100e-04"),
+        (2.5e29, "2.5000e+29"), (float("nan"), "nan"), (float("-inf"), "-inf"),
+    ],
+)  # fmt: skip
+def test_a_number_is_shown_in_places_or_in_digits(value: float, text: str) -> None:
+    assert decimal(value, 4) == text
