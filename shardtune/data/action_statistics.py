@@ -32,16 +32,8 @@ from shardtune.data.robot.representation import ENTRY as REPRESENTATION
 from shardtune.data.robot.running_stats import Moments
 from shardtune.data.robot.tables import holds_actions
 from shardtune.data.row_files import read_chunks
-from shardtune.data.sources.resolve import (
-    LEROBOT,
-    ROBOT_KINDS,
-    DataOptions,
-    Source,
-    SourceFile,
-    action_names,
-    prepare_row,
-    resolve_sources,
-)
+from shardtune.data.sources.resolve import DataOptions, resolve_sources
+from shardtune.data.sources.source import LEROBOT, ROBOT_KINDS, Source, SourceFile, action_names, prepare_row
 from shardtune.errors import DataError
 
 # Part of every key: raise it when the same data yield other numbers than before.

@@ -19,10 +19,12 @@ from shardtune.data.cache_directory import cache_root, file_digest, known_digest
 from shardtune.data.encoder import Encoder, frames_of
 from shardtune.data.loader.protocol import Column
 from shardtune.data.quarantine import without_quarantined
+from shardtune.data.sources.entries import named_sets
 from shardtune.data.sources.hub import Purpose
 from shardtune.data.sources.other_frames import notes_on_other_frames
-from shardtune.data.sources.resolve import Source, named_sets, resolve_sources
+from shardtune.data.sources.resolve import resolve_sources
 from shardtune.data.sources.same_files import notes_on_same_files
+from shardtune.data.sources.source import Source
 from shardtune.errors import ConfigError, DataError
 
 

@@ -23,7 +23,7 @@ from shardtune.parallel.direct_use import (
 from shardtune.parallel.fsdp1 import Place, Routed
 from shardtune.parallel.operation import DETACH, GET_DATA, TRANSPOSED, Operation, operands
 from shardtune.parallel.torch_private.fsdp1 import free_gathered, is_gathered
-from shardtune.parallel.torch_private.graph import in_backward
+from shardtune.parallel.torch_private.fsdp2 import in_backward
 from shardtune.parallel.torch_private.modules import LOADING
 from shardtune.parallel.torch_private.operations import tree_map, tree_map_only
 from shardtune.parallel.torch_private.tensors import base_of, storage_identity

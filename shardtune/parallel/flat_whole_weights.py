@@ -10,7 +10,7 @@ import torch
 from shardtune.parallel.flat_operands import FlatOperands
 from shardtune.parallel.fsdp1 import FlatSharding, Flattening
 from shardtune.parallel.torch_private.fsdp1 import free_gathered
-from shardtune.parallel.torch_private.graph import in_backward
+from shardtune.parallel.torch_private.fsdp2 import in_backward
 from shardtune.parallel.torch_private.operations import without_modes
 from shardtune.parallel.whole_weights import WholeWeights
 

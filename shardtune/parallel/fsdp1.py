@@ -27,7 +27,8 @@ from shardtune.parallel.parts import parts_of
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private.fsdp1 import HYBRID_SHARD_ZERO2, flat_parameter, free_gathered, gather
-from shardtune.parallel.torch_private.graph import in_backward, unreached
+from shardtune.parallel.torch_private.fsdp2 import in_backward
+from shardtune.parallel.torch_private.graph import unreached
 from shardtune.parallel.torch_private.modules import set_parameter
 from shardtune.parallel.torch_private.operations import tree_map, tree_map_only
 from shardtune.parallel.unit_calls import UnitCalls

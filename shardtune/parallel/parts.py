@@ -22,11 +22,11 @@ from shardtune.parallel.torch_private.fsdp2 import (
     after_forward,
     before_forward,
     gather_before_backward,
+    in_backward,
     is_at_rest,
     is_root,
     replaced_parameters,
 )
-from shardtune.parallel.torch_private.graph import in_backward
 from shardtune.parallel.unused_units import tie
 
 

@@ -22,8 +22,9 @@ from shardtune.config.paths import MODEL_KEYS, named_files
 from shardtune.config.tree import get_value
 from shardtune.config.user_code import code_hashes
 from shardtune.data.cache_directory import cache_root, file_digest
+from shardtune.data.sources.entries import named_sets
 from shardtune.data.sources.fingerprint import OUTLINE, contents
-from shardtune.data.sources.resolve import data_fingerprints, named_sets
+from shardtune.data.sources.resolve import data_fingerprints
 from shardtune.errors import CheckpointError, DataError
 from shardtune.run.choose_worker import Objects
 from shardtune.run.identity import MANIFEST, read_manifest

@@ -64,7 +64,10 @@ Accumulate = Callable[..., Totals]
 
 @dataclass(slots=True)
 class LossScale:
-    """The factor that keeps fp16 gradients above underflow; halved by a step that overflows, doubled after others.
+    """The factor with which a step begins, so that fp16 gradients do not underflow.
+
+    It is doubled after many steps without overflow. A step that overflows at it halves it once, however small a factor
+    that step itself needs: at that one the gradients of the steps after it could underflow.
 
     Attributes:
         value: the factor.
@@ -209,10 +212,9 @@ def optimizer_step(
     """One step of the optimizer on all ranks.
 
     A gradient or a loss that is not finite changes nothing, on any rank: where fp16 gradients overflow, all batches are
-    computed again at half the loss scale, as often as it takes, otherwise (or where no scale helps, which is as before
-    then) the result has `updated=False`. The next step begins at half of where this one began: at a smaller scale the
-    gradients of rows without overflow would underflow. Nothing is changed either by a step that `judge` refuses, or by
-    one without a target, which decay alone would change.
+    computed again at half the loss scale, as often as it takes (see `LossScale`), otherwise (or where no scale helps,
+    which is as before then) the result has `updated=False`. So do a step that `judge` refuses, and one without a
+    target, which decay alone would change.
 
     Raises:
         ModelError: there are targets and no gradient; ranks called different units; a parameter is trained now that the
@@ -226,10 +228,9 @@ def optimizer_step(
         return StepResult(dict.fromkeys(denominators, 0.0), 0.0, updated=False, problem="no row has a target")
     buffers = weights.copy_buffers() if weights.has_buffers else {}
     accumulate = weights.compiled_buffers.watched(accumulate) if weights.compiled_buffers.owners else accumulate
-    first_scale, tries = replace(loss_scale) if loss_scale else None, 0
+    scale, tries = loss_scale.value if loss_scale else 1.0, 0
     while True:
         tries += 1
-        scale = loss_scale.value if loss_scale else 1.0
         weights.zero_gradients()
         totals = accumulate(forward, micro_batches, denominators, weights, draws=draws, scale=scale)
         if weights.replicates:
@@ -245,11 +246,9 @@ def optimizer_step(
         norm = math.sqrt(square) / scale
         if math.isfinite(norm) or loss_scale is None or tries == MAX_TRIES or not all(map(math.isfinite, sums)):
             break  # no scale mends a loss that is not finite
-        loss_scale.halve()
+        scale /= 2
         if buffers:
             weights.restore_buffers(buffers)
-    if loss_scale is not None and first_scale is not None and tries > 1:
-        loss_scale.value = first_scale.value / 2  # one bad step must not make the gradients of those after it underflow
     known_at = time.perf_counter()
     if not reached and not square:
         raise _without_gradient()
@@ -260,9 +259,12 @@ def optimizer_step(
     metrics = ranks.reduce_metrics(totals.metrics) if measured else {}
     kind, problem = None, ""
     if not all(map(math.isfinite, (norm, *losses.values()))):
-        kind, problem = "nonfinite", _not_finite(norm, loss_scale, first_scale)
+        kind, problem = "nonfinite", f"the {'loss' if math.isfinite(norm) else 'gradient'} was not finite"
+        problem += " at any loss scale of fp16" if tries > 1 else ""
     elif judge is not None and (problem := judge(sum(losses.values()), norm, max(denominators.values()))):
         kind = "spike"
+    if loss_scale and tries > 1 and kind != "nonfinite":
+        loss_scale.halve()
     if kind is not None:
         weights.zero_gradients()
         if buffers:
@@ -276,15 +278,6 @@ def optimizer_step(
     if loss_scale:
         loss_scale.adjust()
     return StepResult(losses, norm, updated=True, metrics=metrics, gradient_at=known_at, scale=scale)
-
-
-def _not_finite(norm: float, loss_scale: LossScale | None, first_scale: LossScale | None) -> str:
-    """What was not finite; a loss scale that was halved in vain is as before again."""
-    problem = f"the {'loss' if math.isfinite(norm) else 'gradient'} was not finite"
-    if loss_scale is None or first_scale is None or loss_scale.value == first_scale.value:
-        return problem
-    loss_scale.value, loss_scale.quiet = first_scale.value, first_scale.quiet
-    return f"{problem} at any loss scale of fp16"
 
 
 def _without_gradient() -> ModelError:

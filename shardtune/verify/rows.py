@@ -16,7 +16,8 @@ from shardtune.data.encoder import Encoder, FrameOptions, Row, RowDropped, RowEr
 from shardtune.data.images.chat_encoder import with_absolute_paths
 from shardtune.data.row_files import kind_of, read_rows
 from shardtune.data.row_formats import in_format
-from shardtune.data.sources.resolve import Source, prepare_row, resolve_sources
+from shardtune.data.sources.resolve import resolve_sources
+from shardtune.data.sources.source import Source, prepare_row
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.adapter import Adapter
 

@@ -17,6 +17,7 @@ from shardtune.engine.generation import has_own_code
 from shardtune.errors import ModelError
 from shardtune.nn.functional import linear_log_probs
 from shardtune.parallel.torch_private.processes import collectives_issued
+from tests.support.chosen import slow_except
 from tests.support.engine_modules import RATE, SAMPLES, make
 
 
@@ -106,7 +107,7 @@ def built(module: Any, executor: Any, ranks: TrainEngine) -> TrainEngine:
     return engine.build(colocate_with=ranks, take_turns=False, **sizes)
 
 
-@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", pytest.param("ddp", marks=pytest.mark.slow), "tensor"])
+@pytest.mark.parametrize("executor", slow_except(["fsdp2", "fsdp1", "ddp", "tensor"], "fsdp2", "tensor"))
 def test_parts_and_weights_in_methods(model: Path, two_ranks: TrainEngine, executor: Any) -> None:
     engine: Any = built(make(model, Scored), executor, two_ranks)
     engine.scores(NeedParallel(SAMPLES[:4]))
@@ -290,7 +291,7 @@ class InOneProcess(Parts, torch.nn.Module):
         return torch.nn.utils.clip_grad_norm_(self.parameters(), norm)
 
 
-@pytest.mark.parametrize("executor", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow), "ddp", "tensor"])
+@pytest.mark.parametrize("executor", slow_except(["fsdp2", "fsdp1", "ddp", "tensor"], "fsdp2", "tensor"))
 def test_parts_of_a_module_of_whole_models(two_ranks: TrainEngine, executor: Any) -> None:
     by_step = SAMPLES[:4]
     rows = by_step if executor == "tensor" else [by_step[place] for place in (0, 2, 1, 3)]  # two ranks, halves of each

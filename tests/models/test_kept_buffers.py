@@ -24,7 +24,7 @@ from shardtune.models.kept_buffers import LARGE, KeptBuffers
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, lay_out
 from shardtune.parallel.shard import shard_model
-from shardtune.parallel.torch_private.graph import in_backward
+from shardtune.parallel.torch_private.fsdp2 import in_backward
 from shardtune.training.step import optimizer_step
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole

@@ -22,8 +22,9 @@ from tests.support.dist.parity import EXACT
 
 pytestmark = pytest.mark.lengthy
 
-SOME = ("FSDP 2 x TP 2-4", "FSDP 2 x SP 2-4", "offload-2", "LoRA, TP 2-2")
-"""Copies of all or of sharded weights: tests/optim/test_sharded.py, tests/parallel/test_tensor_parallel.py."""
+SOME = ("FSDP 2 x TP 2-4", "FSDP 2 x SP 2-4", "offload-2")
+"""Copies of all or of sharded weights: tests/optim/test_sharded.py, tests/parallel/test_tensor_parallel.py; adapters on
+tensor ranks: tests/run/test_lora_runs.py."""
 SOME_EXPERTS = ("FSDP 2 x EP 2-4", "LoRA, EP 2-2")
 OF_HEADS = (LaidOut("heads do not divide", 2, parallel(sequence=2)), *RINGS[2:4])
 WITH_TENSOR = LaidOut("ring 2 x TP 2", 4, parallel(sequence=2, tensor=2) | RING)

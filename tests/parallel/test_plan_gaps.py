@@ -43,7 +43,7 @@ def test_a_layer_that_keeps_its_largest_features_is_computed_whole() -> None:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("family", slow_except(FAMILIES, "apertus", "gemma3n_text"))
+@pytest.mark.parametrize("family", slow_except(FAMILIES, "apertus"))
 def test_families_whose_plans_have_gaps_are_shared_exactly(family: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = made(family).double()

@@ -109,14 +109,12 @@ NAME = "tests.support.fork_server"
 HIGH = 400
 """File descriptors from here on are out of the way of those that a caller passes on."""
 PR_SET_CHILD_SUBREAPER = 36
-MADV_COLLAPSE = 25
 HASH_SEED = "3"
 """Of a server: none that `shardtune verify` gives a process, so that its hashes differ from this one's."""
 LONGEST_FORK = 300.0
 """Seconds within which a server answers, its imports included: one that is stuck ends a test instead of all of them."""
 LONGEST_END = 30.0
 """Seconds within which a server ends once its caller does; a process that was forked from that may hold the channel."""
-LARGE_PAGE = 1 << 21
 CHECKPOINT_LOGGER = "c10d-NullHandler-dcp_logger"
 """torch's, which makes two records for each tensor that is saved, and has nowhere to write them."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -323,22 +321,6 @@ def rest_garbage() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-
-
-def join_pages() -> None:
-    """Put this process's memory into pages of 2 MB, where Linux can: a fork copies the table of pages, a third as long.
-
-    What cannot be joined (a place that is not in use, an older Linux) stays as it is.
-    """
-    _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        words = line.split()
-        if words[1] != "rw-p" or (len(words) > 5 and words[5] != "[heap]"):
-            continue
-        low, high = (int(end, 16) for end in words[0].split("-"))
-        first = -(-low // LARGE_PAGE) * LARGE_PAGE
-        for place in range(first, high - LARGE_PAGE + 1, LARGE_PAGE):
-            _libc.madvise(place, LARGE_PAGE, MADV_COLLAPSE)
 
 
 def threads_here() -> set[str]:
@@ -615,7 +597,6 @@ def main() -> None:
     os.fsync = no_fsync
     logging.getLogger(CHECKPOINT_LOGGER).setLevel(logging.ERROR)
     rest_garbage()
-    join_pages()
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     _end(lambda: run_as_main(request, tail))
 

@@ -142,6 +142,10 @@ def test_what_two_ranks_and_a_fresh_process_find() -> None:
     assert hashed["encode"].outcome == "passed"
     assert "is encoded otherwise in a fresh process" in hashed["reload"].text
     assert "hash() of text" in hashed["reload"].remedy
+
+
+@pytest.mark.slow
+def test_what_else_two_ranks_and_a_fresh_process_find() -> None:
     drawing = verify(HEALTHY, "TorchDenoiser", "shards", "parity", processes=True)
     assert [result.outcome for result in drawing.results] == ["passed", "passed"], drawing.results
     assert "sharding" in drawing["parity"].text

@@ -24,7 +24,7 @@ from shardtune.data.progress import BuildProgress
 from shardtune.data.robot.frames import FrameRow
 from shardtune.data.row_files import Chunk
 from shardtune.data.row_formats import format_of, in_format, unread_keys
-from shardtune.data.sources.resolve import Source, SourceFile, prepare_row
+from shardtune.data.sources.source import Source, SourceFile, prepare_row
 from shardtune.errors import DataError
 
 # Below this many bytes starting processes costs more than it saves.

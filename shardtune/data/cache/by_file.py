@@ -25,7 +25,7 @@ from shardtune.data.cache.fields import require_same_kinds
 from shardtune.data.cache_directory import cache_root
 from shardtune.data.encoder import Encoder
 from shardtune.data.loader.file_order import order_of_files
-from shardtune.data.sources.resolve import Source
+from shardtune.data.sources.source import Source
 from shardtune.errors import ConfigError, DataError
 
 KEY = "data.cache: by_file"

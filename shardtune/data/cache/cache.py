@@ -22,7 +22,7 @@ from shardtune.data.encoder import Encoder, FrameOptions, bad_row
 from shardtune.data.file_lock import FileLock
 from shardtune.data.progress import show_progress
 from shardtune.data.robot.content import content_digest
-from shardtune.data.sources.resolve import ROBOT_KINDS, Source, SourceFile
+from shardtune.data.sources.source import ROBOT_KINDS, Source, SourceFile
 from shardtune.errors import DataError
 from shardtune.launch.progress import PROGRESS
 

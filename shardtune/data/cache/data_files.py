@@ -16,7 +16,7 @@ from shardtune.data.cache_directory import file_digest, known_digest, row_count
 from shardtune.data.encoder import Encoder
 from shardtune.data.loader.order import OrderSource
 from shardtune.data.row_files import last_number
-from shardtune.data.sources.resolve import Source, SourceFile
+from shardtune.data.sources.source import Source, SourceFile
 from shardtune.errors import DataError
 
 NUMBER_BITS = 32

@@ -323,7 +323,11 @@ class TokenDataset:
 
     def of_other_shape(self, name: str) -> int | None:
         """The first row in which a field has another shape than in `first_trained`; None if all have one."""
-        shapes = self._gather([entry.field_shapes(name) for entry in self._entries if len(entry)])
+        entries = [entry for entry in self._entries if len(entry)]
+        of_all = {entry.field_shape(name) for entry in entries}
+        if len(of_all) == 1 and None not in of_all:
+            return None
+        shapes = self._gather([entry.field_shapes(name) for entry in entries])
         differ = (shapes != shapes[self.first_trained]).any(axis=1)
         differ[self.left_out] = False
         return int(differ.argmax()) if differ.any() else None

@@ -450,6 +450,10 @@ class Entry:
         """int64 [rows]: how many elements along its first dimension a field has in each row."""
         return self._fields.counts(name)
 
+    def field_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape that a field has in all rows, if that is one."""
+        return self._fields.shape(name)
+
     def field_shapes(self, name: str) -> np.ndarray:
         """int64 [rows, dimensions]: the shape of a field in each row."""
         return self._fields.shapes(name)

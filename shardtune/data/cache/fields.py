@@ -190,6 +190,10 @@ class FieldsReader:
             return np.broadcast_to(np.int64(shape[0]), rows)
         return self._uneven[name][2][:, 0]
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape that a field has in all rows, if that is one."""
+        return self._even[name].shape[1:] if name in self._even else None
+
     def shapes(self, name: str) -> np.ndarray:
         """int64 [rows, dimensions]: the shape of a field in each row."""
         if name in self._even:

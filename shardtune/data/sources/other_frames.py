@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardtune.data.robot.lerobot import differences
-from shardtune.data.sources.resolve import LEROBOT, Source
+from shardtune.data.sources.source import LEROBOT, Source
 
 
 def notes_on_other_frames(sources: Sequence[Source]) -> Iterator[str]:

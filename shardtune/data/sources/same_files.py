@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from shardtune.data.sources.hub import some_of
-from shardtune.data.sources.resolve import ROBOT_KINDS, Source, SourceFile
+from shardtune.data.sources.source import ROBOT_KINDS, Source, SourceFile
 
 Digest = Callable[[Path], str | None]
 

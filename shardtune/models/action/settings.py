@@ -15,7 +15,8 @@ from shardtune.data.action_statistics import source_statistics, to_json
 from shardtune.data.encoder import FrameOptions
 from shardtune.data.robot.representation import ENTRY as REPRESENTATION
 from shardtune.data.robot.representation import check_statistics
-from shardtune.data.sources.resolve import Source, resolve_sources, usable_rows
+from shardtune.data.sources.resolve import resolve_sources
+from shardtune.data.sources.source import Source, usable_rows
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.action.action_mask import check_range, chosen_mask
 from shardtune.models.action.check_length import stored_statistics

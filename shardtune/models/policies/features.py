@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardtune.config import Recipe
 from shardtune.data.encoder import FrameOptions
 from shardtune.data.robot.images import decode_frame
-from shardtune.data.sources.resolve import resolve_sources, usable_rows
+from shardtune.data.sources.resolve import resolve_sources
+from shardtune.data.sources.source import usable_rows
 from shardtune.errors import ConfigError
 from shardtune.models.options import KEY
 

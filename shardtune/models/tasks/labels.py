@@ -15,7 +15,8 @@ from shardtune.data.cache_directory import cache_error, cache_root, writable, wr
 from shardtune.data.checksum import is_sealed, sealed
 from shardtune.data.encoder import Row, RowError, bad_row
 from shardtune.data.robot.content import content_digest
-from shardtune.data.sources.resolve import Source, prepare_row, resolve_sources
+from shardtune.data.sources.resolve import resolve_sources
+from shardtune.data.sources.source import Source, prepare_row
 from shardtune.errors import ConfigError
 from shardtune.models.options import KEY
 

@@ -50,6 +50,11 @@ def shard_integers() -> None:
     private.FSDPParam.init_dtype_attrs = init_dtype_attrs
 
 
+def in_backward() -> bool:
+    """Whether autograd computes gradients, as while it repeats a forward for activation checkpointing."""
+    return is_bw()
+
+
 def casts_inputs(code: CodeType) -> bool:
     """Whether this is the code with which FSDP2 casts an input of a unit to the dtype of the computation."""
     return code is _cast_fp_tensor.__code__

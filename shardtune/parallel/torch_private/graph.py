@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.fsdp._flat_param import FlatParameter
-from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
 
@@ -72,8 +71,3 @@ def backward(
     _engine_run_backward(
         (tensor,), (gradient,), keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
     )
-
-
-def in_backward() -> bool:
-    """Whether autograd computes gradients, as while it repeats a forward for activation checkpointing."""
-    return is_bw()

@@ -11,7 +11,8 @@ from shardtune.data.encoder import Row, RowError, frames_of
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.rows import read_image_row
 from shardtune.data.row_formats import Example, in_format, read_example
-from shardtune.data.sources.resolve import prepare_row, resolve_sources
+from shardtune.data.sources.resolve import resolve_sources
+from shardtune.data.sources.source import prepare_row
 from shardtune.training.worker.run_context import silent
 
 

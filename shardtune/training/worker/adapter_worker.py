@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -103,13 +104,17 @@ class SFTWorker(FSDPSftWorker):
         self._hooks = Hooks.of(recipe, self.adapter, training=training)
         _check_generation(recipe, self.adapter)
         episodes(recipe, self.adapter)  # created before the rows are encoded, which may take long
-        check_optimizer(recipe.actor.optim, Layout.of(recipe.actor, num_ranks(recipe.runner)))
+        layout = Layout.of(recipe.actor, num_ranks(recipe.runner))
+        check_optimizer(recipe.actor.optim, layout)
         self.prepared: PreparedData = prepared or prepare_data(
             recipe, self._encoder, train_data=train_data, eval_data=eval_data, training=training, report=report
         )
-        self._check_rows(self.prepared.train, recipe.actor.micro_batch_size)
+        actor, most = recipe.actor, recipe.actor.micro_batch_size
+        if most and actor.global_batch_size:
+            most = min(most, math.ceil(actor.global_batch_size / layout.num_data_ranks))
+        self._check_rows(self.prepared.train, most)
         for rows in self.prepared.evals.values():
-            self._check_rows(rows, recipe.actor.eval_micro_batch_size or recipe.actor.micro_batch_size)
+            self._check_rows(rows, actor.eval_micro_batch_size or actor.micro_batch_size)
         if training and prepared is None:
             check_limits(recipe, self.prepared, report)
         super().__init__(recipe)

@@ -16,7 +16,8 @@ from shardtune.data.action_statistics import source_statistics
 from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.robot.lerobot_writer import write_lerobot
 from shardtune.data.robot.representation import Representation
-from shardtune.data.sources.resolve import prepare_row, resolve_sources
+from shardtune.data.sources.resolve import resolve_sources
+from shardtune.data.sources.source import prepare_row
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.find_adapter import find_adapter
 from tests.support.commanding import CHUNK, NAMES, Commanding, episodes

@@ -15,7 +15,9 @@ import pytest
 
 from shardtune.data.encoder import RowError
 from shardtune.data.row_files import read_rows
-from shardtune.data.sources.resolve import data_fingerprints, named_sets, prepare_row, resolve_sources
+from shardtune.data.sources.entries import named_sets
+from shardtune.data.sources.resolve import data_fingerprints, resolve_sources
+from shardtune.data.sources.source import prepare_row
 from shardtune.errors import DataError
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(600)]

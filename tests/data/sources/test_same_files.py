@@ -13,8 +13,9 @@ from shardtune.data.cache_directory import file_digest
 from shardtune.data.chat import ChatEncoder
 from shardtune.data.chat.template import load_template
 from shardtune.data.prepare import prepare_data
-from shardtune.data.sources.resolve import ROBOT_KINDS, Source, SourceFile, resolve_sources
+from shardtune.data.sources.resolve import resolve_sources
 from shardtune.data.sources.same_files import notes_on_same_files
+from shardtune.data.sources.source import ROBOT_KINDS, Source, SourceFile
 from tests.support.tiny_run import make_tiny
 
 

@@ -122,6 +122,7 @@ def test_shards_in_bf16_give_the_bits_of_shards_in_fp32(changes: dict[str, Any],
             assert torch.equal(tensors[name].float(), other), name
 
 
+@pytest.mark.slow
 def test_a_tensor_in_fp32_keeps_the_shards_of_all_in_fp32(tmp_path: Path) -> None:
     save_rows(rows := tmp_path / "rows.jsonl")
     model = saved_in(torch.bfloat16, tmp_path / "model", "layers.0.input_layernorm")
