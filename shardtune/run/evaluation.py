@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -26,6 +27,9 @@ from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.reported import evaluation_method
 from shardtune.training.worker.run_context import RunContext, silent
 
+RECIPES = (".yaml", ".yml", ".json", ".toml")
+"""Endings of recipes, whose reader has its own message for one that is not there."""
+
 
 def evaluate(
     target: str | Path | None, *overrides: str, checkpoint: str = "final", trust: Sequence[str] = ()
@@ -39,6 +43,8 @@ def evaluate(
         trust: of a run: code that its recipe names and that may be executed, as for `load_run`.
     """
     run_dir = None if target is None or not Path(target).is_dir() else Path(target)
+    if target is not None and not Path(target).exists() and Path(target).suffix.lower() not in RECIPES:
+        raise _no_target(Path(target))
     if run_dir is None:
         if checkpoint != FINAL:
             raise ConfigError(
@@ -57,6 +63,18 @@ def evaluate(
         end_with_parent()
     with recipe.spelling.in_errors():
         return _evaluate(recipe, run_dir, overrides, checkpoint=checkpoint, trust=trust)
+
+
+def _no_target(path: Path) -> ConfigError:
+    beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return ConfigError(
+        f"there is no run, recipe or model {path}",
+        where=str(path),
+        remedy=f"did you mean {path.parent / near[0]}?"
+        if near
+        else "name a run or a recipe.yaml, or a model by --model",
+    )
 
 
 def _evaluate(

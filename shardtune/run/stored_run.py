@@ -49,10 +49,13 @@ class StoredRun:
         config = record_file(path, CONFIG)
         if config is None or record_file(path, MANIFEST) is None:
             lost = [name for name in (CONFIG, MANIFEST) if record_file(path, name) is None]
+            below = sorted(str(file.parent) for file in path.glob(f"*/{MANIFEST}"))
             raise CheckpointError(
                 f"{path} is not a run directory: {' and '.join(lost)} cannot be read",
                 where=str(path),
-                remedy="give the directory that shardtune train made (runs/<experiment_name>)",
+                remedy=f"there are runs below it: {', '.join(below[:5])}"
+                if below
+                else "give the directory that shardtune train made (runs/<experiment_name>)",
             )
         return cls(path, read_stored(config.read_text(encoding="utf-8")), read_manifest(path), _events(path))
 

@@ -123,6 +123,7 @@ def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
         ("train recipe.yaml --dry-run --record r --stop-after 2", "so --record and --stop-after would have no effect"),
         ("launch recipe.yaml --min-nodes 2 --max-restarts 1", "--min-nodes 2: the ranks are started on this machine"),
         ("eval recipe.yaml --checkpoint best", "recipe.yaml is no run, so it has no checkpoints"),
+        ("eval models", "there is no run, recipe or model models | did you mean model?"),
         ("train recipe.yaml --learning_rate", "--learning_rate has no value | --learning_rate VALUE; optim.lr: "),
         ("train recipe.yaml --push_to_hub", "--push_to_hub OWNER/NAME; runner.push_to_hub: A repository"),
         ("train recipes.yaml", "there is no such recipe | did you mean recipe.yaml?"),

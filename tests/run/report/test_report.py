@@ -164,6 +164,8 @@ def test_the_command(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert other.read_text() == "my notes"
     with pytest.raises(CheckpointError, match="is not a run directory"):
         write_report([tmp_path])
+    with pytest.raises(CheckpointError, match=r"there are runs below it: .*first"):
+        write_report([tiny.run("first").parent])
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,7 @@ COMMANDS: list[Case] = [
     with_keys("a word that is no override", "actor.optim.lr", "1e-3", says="'actor.optim.lr' | key=value"),
     Case("evaluate what is no run", "eval runs", says="runs | not a run directory | shardtune train"),
     Case("evaluate a model on nothing", "eval model", says="nothing to evaluate on | data.eval_data_paths"),
-    Case("evaluate what is not there", "eval nothing", says="no such recipe | nothing | remedy"),
+    Case("evaluate what is not there", "eval nothing", says="there is no run, recipe or model nothing | remedy"),
     Case(
         "evaluate without data",
         "eval recipe.yaml data.eval_data_paths=null",
