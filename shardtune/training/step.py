@@ -79,10 +79,10 @@ class LossScale:
     growth_interval: int = 2000
     quiet: int = 0
 
-    def halve(self) -> None:
-        self.value, self.quiet = self.value / 2, 0
-
-    def adjust(self) -> None:
+    def adjust(self, overflowed: bool) -> None:
+        """After an update."""
+        if overflowed:
+            self.value, self.quiet = self.value / 2, 0
         self.quiet += 1
         if self.quiet >= self.growth_interval:
             self.value, self.quiet = self.value * 2, 0
@@ -259,12 +259,9 @@ def optimizer_step(
     metrics = ranks.reduce_metrics(totals.metrics) if measured else {}
     kind, problem = None, ""
     if not all(map(math.isfinite, (norm, *losses.values()))):
-        kind, problem = "nonfinite", f"the {'loss' if math.isfinite(norm) else 'gradient'} was not finite"
-        problem += " at any loss scale of fp16" if tries > 1 else ""
+        kind, problem = "nonfinite", _not_finite(norm, tries)
     elif judge is not None and (problem := judge(sum(losses.values()), norm, max(denominators.values()))):
         kind = "spike"
-    if loss_scale and tries > 1 and kind != "nonfinite":
-        loss_scale.halve()
     if kind is not None:
         weights.zero_gradients()
         if buffers:
@@ -276,8 +273,13 @@ def optimizer_step(
     weights.copy_masters_to_model()
     weights.zero_gradients()
     if loss_scale:
-        loss_scale.adjust()
+        loss_scale.adjust(tries > 1)
     return StepResult(losses, norm, updated=True, metrics=metrics, gradient_at=known_at, scale=scale)
+
+
+def _not_finite(norm: float, tries: int) -> str:
+    scaled = " at any loss scale of fp16" if tries > 1 else ""
+    return f"the {'loss' if math.isfinite(norm) else 'gradient'} was not finite{scaled}"
 
 
 def _without_gradient() -> ModelError:

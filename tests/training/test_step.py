@@ -127,9 +127,8 @@ def test_the_scale_doubles_after_a_quiet_stretch() -> None:
     for used, wanted in ((8.0, 8.0), (8.0, 16.0), (16.0, 16.0), (16.0, 32.0)):
         result, _ = take_step(made, [rows(2)], scale=scale)
         assert (result.scale, scale.value) == (used, wanted)
-    scale.quiet = 1
-    scale.halve()
-    assert (scale.value, scale.quiet) == (16.0, 0)
+    scale.adjust(overflowed=True)
+    assert (scale.value, scale.quiet) == (16.0, 1)
 
 
 def test_a_gradient_that_is_not_finite_at_any_scale_moves_neither_weights_nor_the_scale() -> None:

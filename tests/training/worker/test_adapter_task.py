@@ -200,7 +200,7 @@ def test_rows_that_cannot_be_stacked_are_refused_before_training(folder: Path) -
         SFTWorker(load_recipe(recipe(folder, "Uneven", 4)), report=quiet)
     SFTWorker(load_recipe(recipe(folder, "Uneven", 1)), report=quiet)
     one_each = recipe(folder, "Uneven", 4)
-    one_each["actor"]["global_batch_size"] = 1
+    one_each["actor"] |= {"global_batch_size": 1, "eval_micro_batch_size": 1}
     SFTWorker(load_recipe(one_each), report=quiet)
 
 
