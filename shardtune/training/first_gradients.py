@@ -35,7 +35,10 @@ def with_report(
             return totals
         compared = True
         trained = list(weights.trainable())
-        found = ranks.gather([name for name in trained if weights.parameters[name].grad is None])
+        zeros = weights.unit_calls.filling.filled - weights.unit_calls.filling.used
+        found = ranks.gather(
+            [name for name in trained if (one := weights.parameters[name]).grad is None or id(one) in zeros]
+        )
         missing = [name for name in trained if all(name in names for names in found)]
         if 0 < len(missing) < len(trained):
             report(_line(missing, len(trained)))

@@ -79,7 +79,6 @@ def test_parameters_without_a_gradient_are_named(folder: str) -> None:
     check(reported(folder))
 
 
-@pytest.mark.slow
 def test_parameters_without_a_gradient_are_named_on_ranks(folder: str) -> None:
     found: Sequence[tuple[list[str], list[dict[str, float]]]] = run_ranks(reported, 2, folder)
     check(found[0])
