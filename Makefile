@@ -1,14 +1,14 @@
 # The commands of this project. `make help` lists them.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-PYTEST_ARGS ?= -n 4 --dist worksteal
+PYTEST_ARGS ?= -n 3 --dist worksteal
 # These wait for nothing: a process per core, and the fewer processes read torch and the tests. They are nice to `lint`
 # beside them in `make check`, whose types are checked by one process and would otherwise end last.
 QUICK_ARGS ?= -n 2 --dist worksteal
 # Most of these start ranks or hosts themselves; those of a file, some of which share an address, stay in one process.
 SLOW_ARGS ?= -n 2 --dist loadfile
 # One thread each: several processes with all cores each would only wait for one another. No test needs the network.
-# Four processes keep two cores busy while tests wait for ranks, signals and locks. Compiled files of Python are kept.
+# Three processes keep two cores busy while tests wait for ranks, signals and locks. Compiled files of Python are kept.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 VENV := .venv
