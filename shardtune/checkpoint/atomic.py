@@ -174,29 +174,16 @@ def remove_files(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def require_space(folder: Path, needed: int) -> None:
-    """Refuses a save that does not fit on the disk.
-
-    Args:
-        folder: where the bytes will go; need not exist yet.
-        needed: bytes.
-
-    Raises:
-        CheckpointError: less space is free.
-    """
+def free_bytes(folder: Path) -> int:
+    """The bytes that are free on the disk of a folder, which need not exist yet."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise CheckpointError(
-            f"not enough room on the disk: {_size(needed)} needed, {_size(free)} free",
-            where=str(folder),
-            remedy="make room, lower runner.keep_last, or set runner.logger.log_path to another disk",
-        )
+    return shutil.disk_usage(existing).free
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """Bytes as a person reads them: 17.08 MB."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.4g} {unit}"

@@ -20,18 +20,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import (
+    free_bytes,
     point_to,
     pointed_to,
     publish,
     recover,
     remove_files,
     remove_tree,
-    require_space,
+    size_text,
     write_text,
 )
 from shardtune.checkpoint.checksums import CHECKSUMS, relative_files, take_checksums
 from shardtune.checkpoint.records import copy_records, read_run_id, write_run_id
 from shardtune.checkpoint.state_file import FOLDER, STATE, StateFile, fault_of, written_by
+from shardtune.data.cache_directory import content_size
 from shardtune.data.checksum import Parts, file_parts
 from shardtune.data.durable import sync_folder
 from shardtune.errors import CheckpointError
@@ -120,13 +122,31 @@ class CheckpointStore:
             write_run_id(self.folder, self.run())
         self._opened = True
 
+    def require_space(self, needed: int) -> None:
+        """Refuses to save `needed` bytes that would have no room once those beyond `keep_last` are removed (rank 0).
+
+        Raises:
+            CheckpointError: less space is free.
+        """
+        free = free_bytes(self.folder)
+        if free >= needed or free + sum(map(content_size, self._beyond(self.keep_last))) >= needed:
+            return
+        lower = "lower runner.keep_last, " if self.keep_last > 1 and self._beyond(1) else ""
+        raise CheckpointError(
+            f"not enough room on the disk: {size_text(needed)} needed, {size_text(free)} free",
+            where=str(self.folder),
+            remedy=f"make room, {lower}or set runner.logger.log_path to another disk",
+        )
+
     def begin(self, step: int, *, needed_bytes: int = 0) -> Path:
         """A fresh folder to write the checkpoint of `step` into (rank 0). Removes what an interrupted save left.
+
+        Where room is short, those beyond `keep_last` are removed first: after a commit none is, unless it was lowered.
 
         Raises:
             CheckpointError: no room for `needed_bytes`, or the folder cannot be written.
         """
-        require_space(self.folder, needed_bytes)
+        self.require_space(needed_bytes)
         temporary = self.folder / f".global_step_{step}.tmp-{uuid.uuid4().hex[:8]}"
         try:
             if not self._opened:
@@ -134,6 +154,8 @@ class CheckpointStore:
             elif not self.folder.is_dir():
                 raise directory_is_gone(self.folder if self.folder.parent.is_dir() else self.folder.parent)
             self.clean()
+            if free_bytes(self.folder) < needed_bytes:
+                self.prune()
             temporary.mkdir()
             self._begun.add(temporary.name)
         except OSError as problem:
@@ -248,17 +270,21 @@ class CheckpointStore:
 
         The latest and the best stay in any case, and so does whatever does not record the id of this run.
         """
+        for path in self._beyond(self.keep_last):
+            remove_tree(path)
+        sync_folder(self.folder)
+
+    def _beyond(self, keep_last: int) -> list[Path]:
+        """Those that `prune` removes where so many of the newest stay."""
         run, faults = self.run(), self.faults()
         latest = next(iter(self.newest_first(faults)), None)
         steps = [step for step in self.steps(faults) if latest is None or step <= _step_of(latest)]
         protected = {path.name for path in (latest, self.best()) if path is not None}
-        kept = set(steps[-self.keep_last :] if self.keep_last > 0 else ())
+        kept = set(steps[-keep_last:] if keep_last > 0 else ())
         if self.keep_every:
             kept |= {step for step in steps if step % self.keep_every == 0}
-        for step, path in self._folders().items():
-            if step not in kept and path.name not in protected and written_by(path, run):
-                remove_tree(path)
-        sync_folder(self.folder)
+        beyond = [(step, path) for step, path in self._folders().items() if step not in kept]
+        return [path for _, path in beyond if path.name not in protected and written_by(path, run)]
 
     def resolve(self, which: str | int | Path) -> Path:
         """The checkpoint a user means: "latest", "best", a step, or a path (also to a run directory).

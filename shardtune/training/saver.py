@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
-from shardtune.checkpoint.atomic import read_json, require_space
+from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.training_state import STATE_FILE
@@ -97,7 +97,7 @@ class Saver:
     def require_space(self) -> None:
         """Check, before training, that the disk has room for a checkpoint and for the model in `final/`."""
         needed = self._worker.state.checkpoint_bytes() + self._worker.state.model_bytes()
-        on_main(self._ranks, lambda: require_space(self._store.folder, needed))
+        on_main(self._ranks, lambda: self._store.require_space(needed))
 
     def save(self, state: dict[str, object], *, best: bool = False, notify: bool = True) -> None:
         """Write a checkpoint of the worker's current state; if this step has one already, update only its run state.

@@ -223,9 +223,25 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "not" / "there")
-    with pytest.raises(CheckpointError, match=r"1000 TB needed, .* free"):
+    with pytest.raises(CheckpointError, match=r"1000 TB needed, .* free") as raised:
         store.begin(1, needed_bytes=10**15)
+    assert "keep_last" not in str(raised.value)  # there is none that fewer would remove
     assert not (tmp_path / "not").exists()
+
+
+def test_a_lower_keep_last_makes_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep_last=3)
+    for step in (1, 2, 3):
+        save(store, step)
+    usage = atomic.shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match=r"lower runner\.keep_last"):
+        store.begin(4, needed_bytes=200)
+    fewer = CheckpointStore(tmp_path, keep_last=1)
+    fewer.require_space(200)
+    assert fewer.steps() == [1, 2, 3]
+    fewer.begin(4, needed_bytes=200)
+    assert fewer.steps() == [3]
 
 
 def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None:
