@@ -13,6 +13,7 @@ from shardtune.run.diff.weights import WeightsDifference
 RATE, LOSS, NORM = "train/learning_rate", "train/loss", "train/grad_norm"
 TOKENS = ("train/tokens", "train/samples", "train/supervised_tokens")
 POSITION = "epoch"
+CONTINUED = "a run that was continued with another recipe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,10 @@ def explain(
     rate = next((one for one in numbers.parted() if one.name == RATE), None)
     if rows_step is not None and first is not None:
         finding = f"from step {rows_step:,} on the runs hold other rows, so that their losses part is no surprise"
-        found.append(_caused(differences, finding, ("rows",), "the data or the recipe changed when one was continued"))
+        found.append(_caused(differences, finding, ("rows",), "data or a recipe that changed when a run was continued"))
     if rate is not None and rate.step is not None:
         finding = f"the learning rate parts {_at(rate, numbers)}, and with it what each step changes"
-        found.append(_caused(differences, finding, ("update", "length"), "a run was continued with another recipe"))
+        found.append(_caused(differences, finding, ("update", "length"), CONTINUED))
     if measured is not None and measured.step is not None and (rows_step is None or measured.step < rows_step):
         found += _of_measured(differences, measured, rate, numbers)
     if first is None:
@@ -73,11 +74,18 @@ def _of_measured(
     if first.size == "rounding":
         most = f"rounding in {numbers.dtype} can ({numbers.threshold:g} of its value)"
         finding = f"{first.name} parts {at}, by no more than {most}"
-        later = f"; it grows beyond that at step {first.beyond:,}, as rounding does" if first.beyond else ""
         advice = "another number of threads, another processor, or kernels that do not repeat (runner.deterministic)"
-        small: tuple[Effect, ...] = ("loss", "tokens") if first.step <= 1 else ("loss", "tokens", "update")
+        grown: list[Explanation] = []
+        small: tuple[Effect, ...] = ("loss", "tokens")
+        if first.step <= 1:
+            grown = _of_growth(differences, first, rate)
+        else:
+            small = (*small, "update")
+        if first.beyond is not None and not grown:
+            other = first.step > 1 and any(one.can("update") for one in differences)
+            finding += f"; it grows beyond that at step {first.beyond:,}" + ("" if other else ", as rounding does")
         # A small change of the recipe can look the same: it is named too, behind what only rounds.
-        return [_caused(differences, finding + later, ("rounding", *small), advice)]
+        return [_caused(differences, finding, ("rounding", *small), advice), *grown]
     if first.step == numbers.first_common and first.step <= 1:
         what = "the first norm" if first.name == NORM else "the loss of the first step"
         finding = f"{what} parts already, {at}, on the same rows: nothing was updated before"
@@ -87,6 +95,20 @@ def _of_measured(
     finding = f"{first.name} parts {at}, on the same rows and by more than rounding{before}"
     missing = "a changed environment in between (a run that was continued), or code that no record names"
     return [_or_dropout(_caused(differences, finding, ("update", "loss"), missing), differences)]
+
+
+def _of_growth(
+    differences: Sequence[Difference], first: MetricDifference, rate: MetricDifference | None
+) -> list[Explanation]:
+    """Why a metric that parts by rounding parts by more later, where what a step changes differs too."""
+    if first.beyond is None:
+        return []
+    by_rate = rate is not None and rate.step is not None and rate.step < first.beyond
+    effects: tuple[Effect, ...] = ("update", "length") if by_rate else ("update",)
+    if not by_rate and not any(one.can(*effects) for one in differences):
+        return []
+    finding = f"{first.name} parts by more than rounding at step {first.beyond:,}: what a step changes differs too"
+    return [_caused(differences, finding, effects, CONTINUED)]
 
 
 def _or_dropout(found: Explanation, differences: Sequence[Difference]) -> Explanation:

@@ -78,6 +78,7 @@ def edited(tiny: Tiny, tmp_path: Path) -> Callable[..., Path]:
         line: Callable[[dict[str, Any]], None] | None = None,
     ) -> Path:
         run = tmp_path / "edited"
+        shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(tiny.run("base"), run, symlinks=True)
         if manifest:
             content = json.loads((run / "manifest.json").read_text())
@@ -154,6 +155,21 @@ def test_another_length_moves_the_rate(tiny: Tiny, edited: Callable[..., Path]) 
     found = compare(tiny.run("base"), edited(config=shorter, line=rate))
     assert found.explanations[0].finding.startswith("the learning rate parts at step 1")
     assert causes(found)[0] == ["runner.max_steps"]
+
+
+def test_an_optimizer_is_named_for_what_outgrows_rounding(tiny: Tiny, edited: Callable[..., Path]) -> None:
+    def decay(tree: dict[str, Any]) -> None:
+        tree["actor"]["optim"]["weight_decay"] = 0.5
+
+    def loss(line: dict[str, Any]) -> None:
+        line["train/loss"] *= 1.1 if line["step"] > 2 else 1 + 1e-7
+
+    found = compare(tiny.run("base"), edited(config=decay, line=loss))
+    assert causes(found) == [[], ["optim.weight_decay"]]
+    assert "as rounding does" not in found.explanations[0].finding
+    assert found.explanations[1].finding.startswith("train/loss parts by more than rounding at step 3")
+    (alone,) = compare(tiny.run("base"), edited(line=loss)).explanations
+    assert alone.finding.endswith("it grows beyond that at step 3, as rounding does")
 
 
 @pytest.mark.parametrize(
