@@ -289,10 +289,10 @@ def _lengths(lengths: np.ndarray) -> Lengths:
     width = max(1, -(-(longest + 1) // _BINS))
     edges = list(range(0, longest + width + 1, width))
     counts, _ = np.histogram(lengths, edges)
-    median, p95, p99 = (int(value) for value in np.percentile(lengths, [50, 95, 99], method="nearest"))
+    p95, p99 = (int(value) for value in np.percentile(lengths, [95, 99], method="nearest"))
     return Lengths(
-        shortest=int(lengths.min()), median=median, mean=round(float(lengths.mean()), 2), p95=p95, p99=p99,
-        longest=longest, edges=edges, counts=counts.tolist(),
+        shortest=int(lengths.min()), median=int(np.median(lengths)), mean=round(float(lengths.mean()), 2),
+        p95=p95, p99=p99, longest=longest, edges=edges, counts=counts.tolist(),
     )  # fmt: skip
 
 

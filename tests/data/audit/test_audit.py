@@ -19,7 +19,7 @@ from shardtune.config import load_recipe
 from shardtune.data.audit import audit as audit_module
 from shardtune.data.audit import limits as limits_module
 from shardtune.data.audit import scan
-from shardtune.data.audit.audit import Options, audit
+from shardtune.data.audit.audit import Options, _lengths, audit
 from shardtune.data.audit.findings import Finding, Findings
 from shardtune.data.audit.limits import check_limits
 from shardtune.data.audit.near import NEAR, Comparison, sketches
@@ -165,6 +165,7 @@ def test_what_is_planted_is_found(prepare) -> None:
     lengths = found.sets["train"].lengths
     assert sum(lengths.counts) == len(train_rows)
     assert (lengths.shortest, lengths.longest) == (train_rows.lengths.min(), train_rows.lengths.max())
+    assert _lengths(np.array([48, 10, 90, 52])).median == 50
     without = audited(prepared, near=False)
     assert "near_duplicates" not in without.sets["train"].findings
     assert without.contamination["eval/math"].total.count == 1
