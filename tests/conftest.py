@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +24,8 @@ with contextlib.suppress(OSError):
     # of these processors has.
     if "avx512f" not in Path("/proc/cpuinfo").read_text():
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "SSE41")
+# Kernels that torch.compile has made for the processor's own instructions do not compile with the plain ones.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_tests_{os.getuid()}")))
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's own name), or Ray's processes wait for those of all other tests
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (or it starts processes that no test uses)
 LONGEST = (

@@ -296,7 +296,8 @@ def _obstacle(is_exact: Callable[[], bool], difference: str) -> str:
 
 
 def _named(error: Exception) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])  # as torch.compile's, with its cause behind
     return f"{type(error).__name__}: {first[:LONGEST_REASON].rstrip('.')}".rstrip(": ")
 
 

@@ -275,9 +275,9 @@ def losing_a_peer(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any
 
 
 def raising_for_several(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
-    """One row is computed, several are refused."""
+    """One row is computed, several are refused, in the words of torch.compile."""
     if len(cu_seq_lens_q) > 2:
-        raise RuntimeError
+        raise RuntimeError("the backend raised:\n\nNoCompiler: none was found\nfor more, set TORCH_LOGS")
     return document_attention(*args, cu_seq_lens_q=cu_seq_lens_q, **kwargs)
 
 
@@ -339,7 +339,11 @@ MISSING = "ValueError: packed rows need a package that is not installed: one row
     ("function", "make", "notes"),
     [
         (raising_when_packed, plain, [MISSING, BY_LENGTH]),
-        (raising_for_several, plain, ["RuntimeError: one row per forward", BY_LENGTH]),
+        (
+            raising_for_several,
+            plain,
+            ["RuntimeError: the backend raised: NoCompiler: none was found: one row per forward", BY_LENGTH],
+        ),
         (raising_when_packed, one_sequence, [MISSING]),
         (
             document_attention,
