@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,9 @@ def test_lines_past_the_checkpoint_and_a_torn_one_go(tmp_path: Path, done: int) 
 
 def test_a_resumed_run_hides_what_tensorboard_showed_past_the_checkpoint(tmp_path: Path) -> None:
     write_steps(tmp_path, range(1, 7), "tensorboard")
+    time.sleep(
+        1 - time.time() % 1
+    )  # files are read by name: of one second, a process's tenth would be before its ninth
     write_steps(tmp_path, range(4, 6), "tensorboard", done=3)
     shown = EventAccumulator(str(tmp_path / "tensorboard"))
     shown.Reload()
