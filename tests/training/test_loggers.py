@@ -59,9 +59,8 @@ def test_lines_past_the_checkpoint_and_a_torn_one_go(tmp_path: Path, done: int) 
 
 def test_a_resumed_run_hides_what_tensorboard_showed_past_the_checkpoint(tmp_path: Path) -> None:
     write_steps(tmp_path, range(1, 7), "tensorboard")
-    time.sleep(
-        1 - time.time() % 1
-    )  # files are read by name: of one second, a process's tenth would be before its ninth
+    # Event files are read by name, in which a process's tenth of one second is before its ninth.
+    time.sleep(1 - time.time() % 1)
     write_steps(tmp_path, range(4, 6), "tensorboard", done=3)
     shown = EventAccumulator(str(tmp_path / "tensorboard"))
     shown.Reload()
