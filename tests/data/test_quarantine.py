@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +179,30 @@ class Letters:
         return "letters"
 
 
-@pytest.fixture
-def dataset(tmp_path: Path, data: Any) -> TokenDataset:
-    file = tmp_path / "rows.jsonl"
+class Shapes(Letters):
+    """The last row's field has another shape."""
+
+    def encode(self, row: Row) -> Sample:
+        return replace(super().encode(row), fields={"x": np.zeros((2 if row["text"] == "row 9" else 1, 3))})
+
+    def cache_key(self) -> str:
+        return "shapes"
+
+
+def built(folder: Path, data: Any, encoder: Letters) -> TokenDataset:
+    file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(10)))
     sources = resolve_sources(str(file), data, name_format=lambda row: "text", report=lambda text: None)
-    return build_dataset(sources, Letters(), cache_dir=data.cache_dir, report=lambda text: None)
+    return build_dataset(sources, encoder, cache_dir=data.cache_dir, report=lambda text: None)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, data: Any) -> TokenDataset:
+    return built(tmp_path, data, Letters())
+
+
+def test_what_is_left_out_may_be_of_another_shape(tmp_path: Path, data: Any) -> None:
+    rows = built(tmp_path, data, Shapes())
+    assert rows.of_other_shape("x") == 9
+    assert rows.leave_out({0: ""}).of_other_shape("x") == 9
+    assert rows.leave_out({9: ""}).of_other_shape("x") is None
