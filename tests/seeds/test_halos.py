@@ -179,11 +179,13 @@ def test_both_commands_on_accelerates_processes(here: Path, processes: int):
         "SECOND": shlex.join(second),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
+    run, lora = here / "models/llama3-8B-sft", here / "runs/llama3-8B-sft-lora"
+    for directory in (run, lora):  # of the other number of processes
+        shutil.rmtree(directory, ignore_errors=True)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "mixed_precision: bf16 (actor.model.precision decides)" in " ".join((done.stdout + done.stderr).split())
 
-    run, lora = here / "models/llama3-8B-sft", here / "runs/llama3-8B-sft-lora"
     assert_final(run, "model.safetensors", "config.json")
     assert_final(lora, "adapter_model.safetensors", "adapter_config.json")
     for directory in (run, lora):
