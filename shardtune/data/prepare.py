@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardtune.batch import Sample
-from shardtune.config import Recipe
+from shardtune.config import DataConfig, Recipe
 from shardtune.data.cache.by_file import RowsByFile, TrainingRows, open_by_file
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
@@ -158,6 +158,7 @@ def prepare_data(
     notes = [*notes_on_same_files(found["train"], found["eval"], digest)]
     notes += notes_on_other_frames([*found["train"], *found["eval"]])
     notes += notes_on_weights(found["train"]) if training and not data.shuffle else ()
+    notes += notes_on_turns([*found["train"], *found["eval"]], data)
     for note in notes:
         report(f"data: {note}")
     return PreparedData(make_encoder(recipe.eval.generate), train, evals)
@@ -172,6 +173,23 @@ def notes_on_weights(sources: Sequence[Source]) -> Iterator[str]:
         yield (
             f"{source.name}: with data.shuffle: false the weight {source.weight:g} stands for the same rows in every "
             f"epoch: the first ones of the source (with data.cache: by_file those of each file) {others}"
+        )
+
+
+def notes_on_turns(sources: Sequence[Source], data: DataConfig) -> Iterator[str]:
+    """A line where keys about conversations are set, and the first row of no source is one."""
+    given = {
+        "data.chat_template": data.chat_template is not None,
+        "data.template_kwargs": bool(data.template_kwargs),
+        "data.thinking": data.thinking is not None,
+        "data.train_on: last_assistant": data.train_on == "last_assistant",
+    }
+    keys = [key for key, is_set in given.items() if is_set]
+    if keys and sources and all(source.is_text and not source.has_turns for source in sources):
+        titles = ", ".join(dict.fromkeys(source.title for source in sources))
+        yield (
+            f"not used for these rows: {', '.join(keys)}; the first rows have no turns ({titles}) and are trained as "
+            "they are written, without a chat template"
         )
 
 

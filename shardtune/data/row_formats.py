@@ -120,6 +120,12 @@ def read_example(row: Row, name: str | None = None) -> Example:
     return known.read(row)
 
 
+def has_turns(row: Row, name: str | None = None) -> bool:
+    """Whether a row of one of these formats is a conversation; the others are trained as they are written."""
+    known = format_of(row, name)
+    return known.name not in ("tokens", "text", "prompt_completion") or not isinstance(row.get("prompt", ""), str)
+
+
 def _refuse_weight(row: Row, known: RowFormat) -> None:
     """Refuse a weight of the whole row, which no format has; a column `weight` of text is another thing."""
     weight = row.get("weight")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.batch import Sample
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
 
 KEY = "actor.tokenizer.new_tokens"
+_LOOKED_THROUGH = 1000
+"""Rows in which new tokens are looked for; all of ten million would take longer to read than a start may."""
 BIAS = "final_logits_bias"
 """A buffer [1, tokens] of BART and related models, added to their logits: 0 for new tokens, as in transformers."""
 
@@ -26,6 +31,32 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list
     """The ids of tokens that were added."""
     vocabulary = tokenizer.get_vocab()
     return [vocabulary[token] for token in tokens]
+
+
+class Rows(Protocol):
+    """Encoded rows of which any can be read."""
+
+    def __len__(self) -> int: ...
+    def row(self, index: int) -> Sample: ...
+
+
+def notes_on_unseen(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], rows: Rows) -> list[str]:
+    """A note on tokens that the first training rows do not have; none where all of them are found."""
+    unseen, looked = dict(zip(token_ids(tokenizer, tokens), tokens, strict=True)), min(len(rows), _LOOKED_THROUGH)
+    for index in range(looked):
+        if not unseen:
+            return []
+        for number in np.intersect1d(rows.row(index).input_ids, list(unseen)):
+            del unseen[int(number)]
+    if not unseen:
+        return []
+    first = "" if looked == len(rows) else "first "
+    shown = ", ".join(repr(token) for token in unseen.values())
+    be, embedding = ("are", "their embeddings are") if len(unseen) > 1 else ("is", "its embedding is")
+    return [
+        f"tokenizer.new_tokens: {shown} {be} in none of the {first}{looked:,} training rows, and without a row "
+        f"{embedding} not trained"
+    ]
 
 
 def grow_embeddings(model: nn.Module, ids: Sequence[int]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -11,7 +12,7 @@ from shardtune.config import load_recipe
 from shardtune.data.chat import ChatEncoder
 from shardtune.data.chat.template import load_template
 from shardtune.data.prepare import prepare_data
-from tests.support.tiny_run import make_tiny
+from tests.support.tiny_run import make_tiny, write_rows
 
 
 @pytest.mark.parametrize("cache", ["whole", "by_file"])
@@ -32,3 +33,28 @@ def test_rows_that_no_epoch_has_without_shuffling(tmp_path: Path, cache: str) ->
     assert lines[0].endswith("and the others never")
     assert "more: with data.shuffle: false the weight 1.5" in lines[1]
     assert lines[1].endswith("come once more")
+
+
+def test_keys_about_conversations_without_any(tmp_path: Path) -> None:
+    tiny, said = make_tiny(tmp_path), list[str]()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    encoder = ChatEncoder(tokenizer, load_template("chatml", tokenizer), max_length=64)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    texts = {"prompt": "a ", "completion": "b"}
+    pairs = {"prompt": turns[:1], "completion": turns[1:]}
+    given = {"data__chat_template": "chatml", "data__train_on": "last_assistant"}
+
+    def lines(*rows: dict, **changes: Any) -> list[str]:
+        said.clear()
+        paths = [str(write_rows(tmp_path / f"{number}.jsonl", [row])) for number, row in enumerate(rows)]
+        recipe = load_recipe(tiny.recipe(data__train_data_paths=paths, data__eval_data_paths=None, **changes))
+        prepare_data(recipe, lambda with_prompts: encoder, report=said.append)
+        return [line for line in said if "not used for these rows" in line]
+
+    (line,) = lines(texts, {"text": "c"}, **given)
+    assert "data.chat_template, data.train_on: last_assistant;" in line
+    assert "no turns (prompt/completion, plain text)" in line
+    assert lines(texts) == []
+    assert lines(texts, pairs, **given) == []
+    assert lines({"messages": turns}, **given) == []
+    assert lines({"question": "a", "answer": "b"}, **given) == []

@@ -29,6 +29,7 @@ from shardtune.errors import DataError
 TrainOn = Literal["assistant", "last_assistant", "all"]
 # Part of every cache key: raise it when the same row would be encoded differently.
 ENCODING_VERSION = 6
+NO_TURNS = "the row has no turns to put data.system_prompt before; give messages, or leave data.system_prompt out"
 _MARK = "ANSWER"
 _ANSWER = MappingProxyType({"role": "assistant", "content": "?"})
 
@@ -97,7 +98,7 @@ class ChatEncoder:
         if isinstance(example, Chat):
             return self._encode_chat(self.prepared(example))
         if self.system_prompt is not None:
-            raise RowError("data.system_prompt is set, but the row has no turns to put it before")
+            raise RowError(NO_TURNS)
         if isinstance(example, Tokens):
             return self._encode_tokens(example)
         return self._encode_text(example)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from shardtune.batch import Prompt, Sample
-from shardtune.data.chat.encoder import ChatEncoder, TrainOn
+from shardtune.data.chat.encoder import NO_TURNS, ChatEncoder, TrainOn
 from shardtune.data.chat.outline import Span
 from shardtune.data.chat.prompt_check import PromptMismatch
 from shardtune.data.chat.reasoning import Thinking
@@ -171,7 +171,7 @@ class ImageChatEncoder(ChatEncoder):
         if isinstance(example, Chat):
             sample, in_prompt, spans = self._encode_images_chat(self.prepared(example), images)
         elif self.system_prompt is not None:
-            raise RowError("data.system_prompt is set, but the row has no turns to put it before")
+            raise RowError(NO_TURNS)
         elif isinstance(example, Tokens):
             sample, in_prompt, spans = self._tokens_alone(example)
         else:

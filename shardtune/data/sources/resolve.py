@@ -20,6 +20,7 @@ from shardtune.data.row_formats import (
     ChatTitle,
     check_columns,
     format_of,
+    has_turns,
     in_format,
     read_example,
     replaced_columns,
@@ -106,7 +107,8 @@ def resolve_sources(
             source = replace(source, representation=frames.representation.named(action_names(source)))
         title, row, replaced = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
         is_text = frames is None and (name_format is None or isinstance(name_format, ChatTitle))
-        sources.append(replace(source, title=title, is_text=is_text))
+        turns = is_text and has_turns(row, source.format)
+        sources.append(replace(source, title=title, is_text=is_text, has_turns=turns))
         if is_text:
             check_columns(source.columns)
         keys = unread_keys(row, format_of(row, source.format)) if is_text else _unread_columns(source)

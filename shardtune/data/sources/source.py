@@ -59,6 +59,7 @@ class Source:
         frames: how robot data become rows; None: rows are read as they are in the files.
         representation: how the actions of robot data are represented in rows; None: they are absolute.
         is_text: rows have one of the formats of text and chats, whose keys are known.
+        has_turns: its first row is a conversation, which a chat template writes.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Source:
     frames: FrameOptions | None = None
     representation: Representation | None = None
     is_text: bool = False
+    has_turns: bool = False
 
     def chunks(self, file: SourceFile) -> Iterator[Chunk]:
         """The rows of one of its files, before `transform`."""

@@ -28,7 +28,7 @@ from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, WholeS
 from shardtune.models.fast_parts.start import check_available
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.lora.attach import detach_adapter
-from shardtune.models.new_tokens import add_new_tokens
+from shardtune.models.new_tokens import add_new_tokens, notes_on_unseen
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.models.tasks.seq2seq import Seq2Seq
 from shardtune.optim.build import check_optimizer
@@ -124,6 +124,9 @@ class SFTWorker(FSDPSftWorker):
         self.end_of_turn_ids = text.end_of_turn_ids
         self.saved_files = {**text.files, **policy_files(recipe, self.adapter)}
         self.report = report
+        if training and text.tokenizer is not None and self.prepared.whole is not None:
+            tokens = recipe.actor.tokenizer.new_tokens
+            self.notes += notes_on_unseen(text.tokenizer, tokens, self.prepared.whole)
 
     def _check_rows(self, rows: TrainingRows | None, most: int | None) -> None:
         """Refuse rows that the model cannot take, or that cannot be stacked; `most` of them are in a micro-batch."""
