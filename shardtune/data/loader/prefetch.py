@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 import signal
@@ -13,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from typing import Generic, TypeVar
 
 import torch
@@ -51,9 +51,9 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
     with quiet_tokenizers(), _signal_handler_kept(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more processes than cores
         messages = iter(_loader(function, items, num_processes))
-    # At exit that has to come before multiprocessing waits for the processes: they ignore SIGTERM.
-    end = partial(end_processes, messages)
-    atexit.register(end)
+    # At exit, of a process that multiprocessing has started too, that has to come before it waits for the processes,
+    # which ignore SIGTERM, and before its queues are closed (10), by which they are ended.
+    end = Finalize(None, end_processes, (messages,), exitpriority=20)
     try:
         while True:
             try:
@@ -69,7 +69,6 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
             yield result
     finally:
         end()
-        atexit.unregister(end)
     raise ProcessDied(
         f"a process that makes micro-batches died: {cause}",
         where="data.num_workers",

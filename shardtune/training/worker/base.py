@@ -419,6 +419,8 @@ class FSDPSftWorker(ABC):
         if "state" in vars(self):
             self.state.weights.restore_model()
             self.task.restore_model(self.state.inner)
+        if "position" in vars(self):
+            self.position.close()
         self.eval_loaders = {}
         for name in {"model", "state", "loader", "position", "_forward", "_accumulate"} & vars(self).keys():
             delattr(self, name)

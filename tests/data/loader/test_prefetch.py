@@ -153,6 +153,24 @@ def test_nothing_is_left_and_nothing_is_said_at_exit() -> None:
     wait_for({int(line) for line in err.splitlines()}, 5)
 
 
+def leave_results(file: Path) -> None:
+    """Ends with an error while results are asked for."""
+    results = computed_ahead(slow_at_first, count(), 2)
+    file.write_text(" ".join({str(next(results)[1]) for _ in range(6)}))
+    raise SystemExit(3 if results else 0)  # named here, so that this frame holds them
+
+
+def test_processes_end_with_one_that_multiprocessing_has_started(tmp_path: Path) -> None:
+    """It waits for its own processes before it ends, and calls nothing that is registered with `atexit`."""
+    process = multiprocessing.get_context("spawn").Process(target=leave_results, args=(tmp_path / "ids",))
+    process.start()
+    process.join(30)
+    code = process.exitcode
+    process.kill()
+    assert code == 3
+    wait_for({int(number) for number in (tmp_path / "ids").read_text().split()}, 5)
+
+
 def test_processes_end_when_their_parent_is_killed() -> None:
     parent = run(SCRIPT + "time.sleep(60)")
     assert parent.stdout is not None
