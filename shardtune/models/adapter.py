@@ -33,7 +33,7 @@ from shardtune.parallel.model_parallel import ModelParallel, apply_model_paralle
 from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
-from shardtune.parallel.tensor_parallel import check_names, expanded
+from shardtune.parallel.tensor_parallel import check_names, check_planned, expanded
 
 LABELS = "labels"
 TERM = "loss"
@@ -176,16 +176,21 @@ class Adapter(ABC):
         self.check_tensor_plan(model, layout)
 
     def check_tensor_plan(self, model: nn.Module, layout: Layout) -> None:
-        """Refuse a `tensor_plan` that names what the model does not have."""
+        """Refuse a `tensor_plan` that names what the model does not have, and a model without a plan."""
         if layout.tensor > 1:
             check_names(model, self.tensor_plan, f"{type(self).__name__}.tensor_plan")
+            check_planned(model, self._plan_of(model))
+
+    def _plan_of(self, model: nn.Module) -> Mapping[str, str]:
+        """How tensor ranks share the model: the adapter's plan, otherwise that of transformers."""
+        return self.tensor_plan or (model.tp_plan if isinstance(model, PreTrainedModel) else {})
 
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         """Split the model among the ranks that share rows, before it is sharded."""
         self.check_layout(ranks.layout)
         self.check_parallel(model, ranks.layout)
         declared = model if isinstance(model, PreTrainedModel) else None
-        tensor_plan = self.tensor_plan or (declared.tp_plan if declared is not None else {})
+        tensor_plan = self._plan_of(model)
         if self.tensor_plan and ranks.layout.tensor > 1:
             cut = [name for name, _ in expanded(model, tensor_plan)]
             self._cut_units, self._ranks = CutUnits(model, self.shard_units(model)[0], cut), ranks

@@ -196,13 +196,23 @@ def _wildcards(model: nn.Module) -> set[str]:
     return names | {without_adapter(name) for name in names}
 
 
-def _check_plan(model: nn.Module, plan: Plan) -> None:
+def check_planned(model: nn.Module, plan: Plan) -> None:
+    """Refuse a model without a plan.
+
+    Raises:
+        ParallelError: the plan is empty.
+    """
     if not plan:
         raise ParallelError(
             f"{type(model).__name__} declares no plan for tensor parallelism",
             where=WHERE,
-            remedy=f"set {WHERE}: 1, where FSDP shares weights among all ranks, or write a tensor_plan in your adapter",
+            remedy=f"set {WHERE}: 1; FSDP shares the weights among all ranks without a plan. (An adapter of your own "
+            "may have a tensor_plan.)",
         )
+
+
+def _check_plan(model: nn.Module, plan: Plan) -> None:
+    check_planned(model, plan)
     unknown = sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES.keys()))
     packed = sorted(name for name, style in plan.items() if style in PACKED)
     if unknown or packed:

@@ -178,10 +178,17 @@ def test_a_plan_that_cannot_be_followed_is_refused(folder: Path, name: str, mess
     assert message in run_ranks(refusal, 2, recipe(folder, name, tensor=2))[0]
 
 
-def test_a_name_that_is_not_there_is_refused_before_ranks_start(folder: Path) -> None:
-    values = recipe(folder, "HalfNamed", tensor=2)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("HalfNamed", r"did you mean blocks\.\*\.down"),
+        ("Unplanned", r"no plan for tensor parallelism[\s\S]*set .*parallel\.tensor: 1; FSDP shares the weights"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_ranks_start(folder: Path, name: str, message: str) -> None:
+    values = recipe(folder, name, tensor=2)
     worker = SFTWorker(load_recipe({**values, "runner": {**values["runner"], "nproc_per_node": 2}}), report=print)
-    with pytest.raises(ParallelError, match=r"did you mean blocks\.\*\.down"):
+    with pytest.raises(ParallelError, match=message):
         worker.task.check()
 
 
