@@ -160,9 +160,14 @@ def assumed(recipe: Recipe, layout: Layout, given: Given) -> Work:
     packed = pack([sample] * rows, range(rows), {})
     batch = replace(packed, weights={TOKENS: packed.target_weight})
     steps = runner.max_steps if runner.max_steps > 0 else None
-    if given.tokens is not None and runner.max_epochs > 0:
-        by_rows = max(1, -(-given.tokens // (step_rows * length))) * runner.max_epochs
-        steps = by_rows if steps is None else min(steps, by_rows)
+    tokens = None if steps is None else steps * step_rows * length
+    if given.tokens is not None:
+        of_epoch = max(1, -(-given.tokens // (step_rows * length)))
+        if runner.max_epochs > 0:
+            steps = min(steps or of_epoch * runner.max_epochs, of_epoch * runner.max_epochs)
+        if steps is not None:
+            epochs, more = divmod(steps, of_epoch)  # the last step of an epoch has the rows that are left
+            tokens = epochs * given.tokens + more * step_rows * length
     return Work(
         source=f"rows of {length:,} tokens, all of them targets ({'as typed' if given else 'data.max_length'})",
         batches=[batch] * min(number, ALIKE),
@@ -171,6 +176,6 @@ def assumed(recipe: Recipe, layout: Layout, given: Given) -> Work:
         step_tokens=step_rows * length,
         mean_length=length,
         steps=steps,
-        tokens=None if steps is None else steps * step_rows * length,
+        tokens=tokens,
         longest=length,
     )

@@ -71,15 +71,16 @@ def _run(plan: Plan) -> str:
     work = plan.work
     if work.steps is None:
         return "unknown number of steps: name rows in data.train_data_paths, or give --tokens"
-    return f"{work.steps:,} steps, {work.tokens or 0:,.0f} tokens"
+    return f"{work.steps:,} step{'s' if work.steps != 1 else ''}, {work.tokens or 0:,.0f} tokens"
 
 
 def _time(plan: Plan) -> str:
     if plan.rate is None or plan.step_seconds is None:
         return "unknown: give --tokens-per-second, --rate-from RUN or --mfu"
-    whole = "" if plan.seconds is None else f", {duration(plan.seconds)} in all"
+    whole = "" if plan.seconds is None else f", {'under 1 s' if plan.seconds < 1 else duration(plan.seconds)} in all"
+    step = f"{plan.step_seconds:{',.2f' if plan.step_seconds >= 1 else '.3g'}} s"
     rate = f"{plan.rate.tokens_per_second:,.0f} tokens/s ({plan.rate.source})"
-    return f"{plan.step_seconds:,.2f} s a step{whole}, at {rate}"
+    return f"{step} a step{whole}, at {rate}"
 
 
 def _aligned(rows: Sequence[tuple[str, str]], *, right: bool = False) -> Iterator[str]:

@@ -41,7 +41,7 @@ def test_a_config_alone_is_enough(config_alone: Path) -> None:
     assert (plan.work.steps, plan.work.step_tokens, plan.work.micro_batches) == (16, 4096, 2)
     assert plan.work.micro_batch_tokens == 2048
     assert plan.step_seconds == 0.5
-    assert plan.seconds == pytest.approx(8.0)
+    assert plan.seconds == pytest.approx(64_000 / 8192)
     assert plan.fits is None
     assert plan.available is None
     text = "\n".join(lines(plan))
@@ -49,6 +49,27 @@ def test_a_config_alone_is_enough(config_alone: Path) -> None:
     assert "16 steps" in text
     assert "--gpu-memory" in text
     assert json.loads(json.dumps(plan.to_dict()))["peak"] == plan.peak
+
+
+@pytest.mark.parametrize(
+    ("words", "run", "tokens"),
+    [
+        ("runner.max_epochs=3", "6 steps", 4500),
+        ("runner.max_epochs=3 runner.max_steps=3", "3 steps", 2524),
+        ("runner.max_epochs=-1 runner.max_steps=1", "1 step", 1024),
+    ],
+)
+def test_the_last_step_of_an_epoch_has_the_tokens_that_are_left(
+    config_alone: Path, words: str, run: str, tokens: int
+) -> None:
+    """And a short step has digits."""
+    plan = planner(
+        str(config_alone), ["global_batch_size=64", *words.split()], ranks=1, given=Given(tokens=1500, length=16),
+        speed=Speed(tokens_per_second=1e6), memory=None, report=lambda _: None,
+    ).plan()  # fmt: skip
+    text = "\n".join(lines(plan))
+    assert f"{run}, {tokens:,} tokens" in text
+    assert "0.00102 s a step, under 1 s in all" in text
 
 
 @pytest.mark.lengthy
