@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from shardtune.errors import ConfigError
 
 HALOS = "halos"
 COMMAND_LINE = "the command line"
+READ = (".yaml", ".yml", ".json", ".toml")
 SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 FROM: Mapping[str, OtherTrainer] = {**TRAINERS, HALOS: OtherTrainer(halos.NAME, {}, halos.MARKS, halos.convert)}
 """By the word for `--from`."""
@@ -134,6 +136,8 @@ def _read(file: Path) -> dict[str, object]:
             where=str(file),
             remedy="give the words of its command: shardtune convert -o recipe.yaml trl sft --learning_rate …",
         )
+    if not file.is_file():
+        raise _no_file(file)
     if file.suffix != ".toml":
         return dict(copied(read_file(file).tree))
     try:
@@ -142,6 +146,17 @@ def _read(file: Path) -> dict[str, object]:
         raise ConfigError(f"the file cannot be read: {error.strerror}", where=str(file)) from error
     except (ValueError, RecursionError) as error:  # no UTF-8, or no TOML
         raise ConfigError(f"the file is no TOML: {error}", where=str(file), remedy="mend the file") from error
+
+
+def _no_file(file: Path) -> ConfigError:
+    beside = {one.stem: one for one in file.parent.glob("*") if one.suffix in READ}
+    near = difflib.get_close_matches(file.stem, beside, n=1)
+    remedy = "give a configuration (YAML, JSON, TOML) of another trainer, or its command: trl sft --learning_rate …"
+    return ConfigError(
+        "this is a directory, no file" if file.is_dir() else "there is no such file",
+        where=str(file),
+        remedy=f"did you mean {beside[near[0]]}?" if near else remedy,
+    )
 
 
 def _started(launch: Launch | None, tree: Mapping[str, object], trainer: str) -> Started | None:
