@@ -22,6 +22,7 @@ OVERRIDES = "actor.model.config_overrides"
 GIVE_A_MODEL = (
     "give the directory (or Hub name) of a model: config.json, weights and tokenizer, as save_pretrained writes them"
 )
+NO_COPY = "no copy of a model of this name from the Hub, which cannot be reached (or HF_HUB_OFFLINE is set)"
 TRUST = "read that code; if you trust it, set actor.model.trust_remote_code=true"
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files that are downloaded besides weights."""
@@ -55,14 +56,27 @@ def load_config(
         else:
             loaded = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, **of_hub)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ModelError(
-            f"{path} holds no config.json of a model that transformers supports: {_first_line(error)}",
-            where=MODEL_PATH,
-            remedy=TRUST if "trust_remote_code" in str(error) else GIVE_A_MODEL,
-        ) from error
+        what = f"{path} holds no config.json of a model that transformers supports: {_first_line(error)}"
+        if is_unreached(error):
+            what = f"there is no directory {path} here, and {NO_COPY}"
+        near = "" if Path(path).is_dir() else nearest_directory(Path(path))
+        remedy = TRUST if "trust_remote_code" in str(error) else near + GIVE_A_MODEL
+        raise ModelError(what, where=MODEL_PATH, remedy=remedy) from error
     forget_quantization(loaded)
     _override(loaded, {**config.config_overrides, **(overrides or {})})
     return loaded
+
+
+def is_unreached(error: BaseException | None) -> bool:
+    """Whether what transformers raised for a Hub name means that the Hub is not reached and its cache has no copy."""
+    return error is not None and isinstance(error.__cause__, LocalEntryNotFoundError)
+
+
+def nearest_directory(path: Path) -> str:
+    """The beginning of a remedy: the directory beside a path that is not there with the nearest name."""
+    beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f"did you mean {path.parent / near[0]}? " if near else ""
 
 
 def forget_quantization(config: PreTrainedConfig) -> None:

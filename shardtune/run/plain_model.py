@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from shardtune.config import ModelConfig, Recipe, load_recipe
 from shardtune.config.paths import exists, user_path
 from shardtune.errors import ConfigError, ModelError
-from shardtune.models.pretrained import load_config, settings_directory
+from shardtune.models.pretrained import NO_COPY, is_unreached, load_config, nearest_directory, settings_directory
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.described_task import described_task
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, holds_run
@@ -89,10 +88,8 @@ def _neither(path: Path) -> ConfigError:
         what = f"{path} is not a run directory: it has no {CONFIG}; nor a model's: it has no {SETTINGS} or {ADAPTER}"
     else:
         what = f"there is no {path}"
-    beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
     inside = sorted(str(place.parent) for name in (CONFIG, SETTINGS) for place in path.glob(f"*/{name}"))[:5]
-    found = f"did you mean {path.parent / near[0]}? " if near and not path.exists() else ""
+    found = "" if path.exists() else nearest_directory(path)
     found += f"there is {', '.join(inside)}; " if inside else ""
     if path.suffix in (".yaml", ".yml"):
         found = f"of a recipe give the run that it made, such as runs/{path.stem}; "
@@ -172,8 +169,11 @@ def _config_of(base: str, place: str, trusted: bool) -> PreTrainedConfig:
                 where=place,
                 remedy=f"read it; to execute it, name it: --trust {base}",
             ) from error
-        where = "" if base != place or Path(base).is_dir() else f"there is no run or model {base} here, and "
-        raise ModelError(f"{where}{error.what}", where=place, remedy=MAY_BE) from error
+        if base != place or Path(base).is_dir():
+            raise ModelError(error.what, where=place, remedy=MAY_BE) from error
+        why = NO_COPY if is_unreached(error.__cause__) else error.what
+        what = f"there is no run or model {base} here, and {why}"
+        raise ModelError(what, where=place, remedy=nearest_directory(Path(base)) + MAY_BE) from error
 
 
 def _model_type(config: PreTrainedConfig, base: str, place: str) -> str:

@@ -180,6 +180,7 @@ def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
         ("generate", "there is no run and no model"),
         ("generate model", "give a prompt or --file | shardtune chat model"),
         ("generate nowhere hi", "there is no run or model nowhere here"),
+        ("generate modle hi", "no copy of a model of this name from the Hub | did you mean model?"),
         ("generate ./nowhere hi", "there is no nowhere"),
         ("generate train.jsonl hi", "is a file, neither a run nor a model directory"),
         ("generate . hi", "is not a run directory | nor a model's | there is model"),
@@ -195,6 +196,9 @@ def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
         ("launch recipe.yaml --by slurm", "sbatch is not found here | --print --by slurm > job.sh"),
         ("launch recipe.yaml --array 0-3", "an array of jobs is for Slurm"),
         ("launch --print", "there is no recipe to launch"),
+        ("train recipe.yaml model.model_path=modle", "there is no directory modle here | did you mean model?"),
+        ("convert axolotl.yaml", "there is no such file | give a configuration | or its command: trl sft"),
+        ("convert recipes.yml", "there is no such file | did you mean recipe.yaml?"),
     ],
 )  # fmt: skip
 def test_one_message_has_the_line_to_type(typed: str, says: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
