@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from shardtune.config import Recipe, load_recipe
+from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
+from shardtune.config.stored_recipe import stored_recipe
 from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.models.adapter import Adapter
 from shardtune.models.causal_lm import CausalLM
@@ -32,8 +33,7 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
         values["actor"][key] = plain["actor"][key]
     values["actor"]["optim"] = plain["actor"]["optim"]
     values["data"]["eval_split"] = plain["data"]["eval_split"]
-    in_memory = ["actor.model.model_path", "data.train_data_paths", "data.eval_data_paths"]
-    return load_recipe(values, in_memory=in_memory, files_must_exist=False)
+    return stored_recipe(values)
 
 
 def find_teacher(recipe: Recipe, adapter: Adapter) -> CausalLM:

@@ -19,7 +19,7 @@ from shardtune.parallel.ranks import leave_ranks
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.display import Display
 from shardtune.run.identity import FINAL
-from shardtune.run.overridden import EVERYTHING, overridden
+from shardtune.run.overridden import overridden
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.run import load_run, nothing_to_evaluate, require_same_worker
 from shardtune.training.loggers import SAMPLES
@@ -52,7 +52,7 @@ def evaluate(
                 where=f"--checkpoint {checkpoint}",
                 remedy="leave it out, or give the directory of a run",
             )
-        recipe = load_recipe(target, overrides, in_memory=EVERYTHING[1:2])
+        recipe = load_recipe(target, overrides, in_memory=["data.train_data_paths"])
     else:
         require_same_worker(load_run(run_dir, trust=trust))
         recipe = overridden(load_run(run_dir).recipe, overrides)

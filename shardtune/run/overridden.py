@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from shardtune.config import Recipe, load_recipe
+from shardtune.config import Recipe
 from shardtune.config.checks.context import enumerated
 from shardtune.config.overrides import read_overrides
+from shardtune.config.stored_recipe import stored_recipe
 from shardtune.config.tree import get_value, set_value
 from shardtune.errors import ConfigError
 
-EVERYTHING = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
-"""The keys that may be absent from the recipe of a run: it may have been trained with objects in memory."""
 PATHS, SPLIT = "data.eval_data_paths", "data.eval_split"
 
 
@@ -35,9 +34,7 @@ def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     rows = get_value(values, PATHS)
     if any(layer.named.startswith(f"{PATHS}.") for layer in layers) and not _named_sets(rows):
         set_value(values, PATHS, None)
-    splits = split[-1] if split else get_value(values, SPLIT)
-    in_memory = EVERYTHING[:2] if splits else EVERYTHING
-    return load_recipe(values, overrides, in_memory=in_memory, files_must_exist=False)
+    return stored_recipe(values, overrides, splits=split[-1] if split else None)
 
 
 def _named_sets(rows: object) -> bool:

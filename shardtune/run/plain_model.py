@@ -14,14 +14,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from shardtune.config import ModelConfig, Recipe, load_recipe
+from shardtune.config import ModelConfig, Recipe
 from shardtune.config.paths import exists, user_path
+from shardtune.config.stored_recipe import stored_recipe
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.pretrained import NO_COPY, is_unreached, load_config, nearest_directory, settings_directory
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.described_task import described_task
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, holds_run
-from shardtune.run.overridden import EVERYTHING
 from shardtune.run.run import Run, load_run
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.exported_recipe import over_directory
@@ -120,7 +120,7 @@ class PlainModel(Run):
             "trust_remote_code": trusted,
             "is_lora": adapter.is_file(),
         }
-        recipe = load_recipe({"actor": {"model": model}, "data": task}, in_memory=EVERYTHING, files_must_exist=False)
+        recipe = stored_recipe({"actor": {"model": model}, "data": task})
         return over_directory(recipe, self.dir) if adapter.is_file() else recipe
 
     def executable_recipe(self) -> Recipe:

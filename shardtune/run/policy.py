@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardtune.config import Recipe, load_recipe
+from shardtune.config import Recipe
 from shardtune.config.model_names import POLICIES
 from shardtune.config.own_code import require_consent
 from shardtune.config.paths import user_path
+from shardtune.config.stored_recipe import stored_recipe
 from shardtune.config.user_code import import_plugins
 from shardtune.config.values import FUNCTION_IN_FILE
 from shardtune.data.robot.representation import ENTRY, Representation
@@ -19,7 +20,6 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.policy import SETTINGS
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.identity import FINAL, holds_run
-from shardtune.run.overridden import EVERYTHING
 from shardtune.run.run import Run, load_run
 from shardtune.run.trained_policy import TrainedPolicy
 from shardtune.training.worker.base import FSDPSftWorker
@@ -85,7 +85,7 @@ class PolicyDirectory(Run):
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read: {error}", where=str(file)) from error
         self._find_code(tree)
-        return over_directory(load_recipe(tree, in_memory=EVERYTHING, files_must_exist=False), self.dir)
+        return over_directory(stored_recipe(tree), self.dir)
 
     def _find_code(self, tree: dict[str, Any]) -> None:
         """Take the copy of the adapter's file beside the weights where the file itself is gone."""

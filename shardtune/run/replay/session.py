@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from shardtune.checkpoint.state_file import read_state
 from shardtune.checkpoint.verified import damage_on_ranks, require_sound
-from shardtune.config import Recipe, load_recipe
+from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
+from shardtune.config.stored_recipe import stored_recipe
 from shardtune.config.tree import set_value
 from shardtune.config.user_code import import_plugins
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.run.choose_worker import Objects, make_worker
 from shardtune.run.identity import read_manifest
-from shardtune.run.overridden import EVERYTHING
 from shardtune.run.replay.record import Record, Start
 from shardtune.run.resume_check import data_changes
 from shardtune.training.worker.base import FSDPSftWorker
@@ -51,7 +51,7 @@ def one_process(recipe: Recipe) -> Recipe:
         set_value(values, key, value)
     values["actor"]["parallel"] = defaults["actor"]["parallel"]
     values["runner"]["ray"] = defaults["runner"]["ray"]
-    return load_recipe(values, in_memory=EVERYTHING, files_must_exist=False)
+    return stored_recipe(values)
 
 
 def made_worker(recipe: Recipe, record: Record, objects: Objects, report: Callable[[str], None]) -> FSDPSftWorker:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint.atomic import read_json
-from shardtune.config import ActorConfig, Recipe, load_recipe
+from shardtune.config import ActorConfig, Recipe
 from shardtune.config.model_names import BUILT_IN, POLICIES, TASKS
+from shardtune.config.stored_recipe import stored_recipe
 from shardtune.config.values import WORKERS
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
 from shardtune.models.action.tokens import STATISTICS_FILE
@@ -54,9 +55,7 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
         if has_tokenizer:
             tokenizer["tokenizer_model"] = tokenizer["tokenizer_model"] and str(directory)
             values["data"]["chat_template"] = values["data"]["chat_template"] if users_code else None
-    in_memory = ["actor.model.model_path", "data.train_data_paths"]
-    in_memory += ["data.eval_data_paths"] if not recipe.data.eval_split else []
-    return load_recipe(values, in_memory=in_memory, files_must_exist=False)
+    return stored_recipe(values)
 
 
 def with_found(recipe: Recipe, run_dir: Path) -> Recipe:
@@ -67,8 +66,7 @@ def with_found(recipe: Recipe, run_dir: Path) -> Recipe:
     values = _with_found(recipe.to_dict(), run_dir)
     if (run_dir / NORMALIZER_FILE).is_file():
         values["actor"]["model"]["action_statistics"] = str(run_dir / NORMALIZER_FILE)
-    in_memory = ["actor.model.model_path", "data.train_data_paths", "data.eval_data_paths"]
-    return load_recipe(values, in_memory=in_memory, files_must_exist=False)
+    return stored_recipe(values)
 
 
 def _with_found(values: dict[str, Any], directory: Path) -> dict[str, Any]:
