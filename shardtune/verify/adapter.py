@@ -148,6 +148,13 @@ def _run_all(kit: Kit, checks: Sequence[Check], report: Callable[[str], None]) -
         yield result
 
 
+OF_ANOTHER_DTYPE = (
+    "the checks compute in fp64, as model.precision: fp64 does: make layers and parameters in the constructor of the "
+    "model (one made in forward or loss has random values and is not trained), and other tensors with the dtype and "
+    "device of an input: torch.ones_like(x), x.new_zeros(3), buffer.to(x.dtype)"
+)
+
+
 def run_check(kit: Kit, check: Check) -> Result:
     """Run one check, whatever error it meets; a model that cannot be set up or used is reported by the first check
     only."""
@@ -180,7 +187,14 @@ def run_check(kit: Kit, check: Check) -> Result:
         first = kit.reported.setdefault(message[:SAME_ERROR], check.name)
         if first != check.name:
             return result("skipped", f"it cannot run, with the same error as {first}: {message}")
-        return result("failed", message, _place(kit, error), "fix what the message names")
+        return result(
+            "failed", message, _place(kit, error), OF_ANOTHER_DTYPE if _dtypes(error) else "fix what the message names"
+        )
+
+
+def _dtypes(error: Exception) -> bool:
+    """Whether torch refuses tensors of two dtypes."""
+    return isinstance(error, RuntimeError) and "dtype" in str(error)
 
 
 def _place(kit: Kit, error: Exception) -> str:

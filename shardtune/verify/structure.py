@@ -8,8 +8,8 @@ from dataclasses import fields
 import torch
 from torch import nn
 
-from shardtune.batch import Batch
-from shardtune.models.adapter import Adapter
+from shardtune.batch import Batch, LossSum
+from shardtune.models.adapter import Adapter, WholeStepAdapter
 from shardtune.parallel.meta_init import named_tensors, persistent_buffers
 from shardtune.training.build.model import build_empty, seeded
 from shardtune.verify.case import STEPS
@@ -191,7 +191,7 @@ def check_gradient(kit: Kit) -> str:
                 where=f"{adapter}.loss",
                 remedy="sum it: LossSum(losses.sum(), weight)",
             )
-        if not total.requires_grad:
+        if not total.requires_grad and not _only_measures(trial.adapter, losses):
             raise Failed(
                 f"the term {term!r} ({total.item():.6g}) has no graph, so nothing would be learned from it",
                 where=f"{adapter}.loss",
@@ -209,10 +209,12 @@ def check_gradient(kit: Kit) -> str:
     unreached = [name for name in trained if name not in measured.gradients and not idle(name)]
     if unreached:
         raise Failed(
-            f"the loss does not reach {len(unreached)} of {len(trained)} trained parameters: {_few(unreached)}",
+            f"the loss of these {trial.num_rows} rows does not reach {len(unreached)} of {len(trained)} trained "
+            f"parameters: {_few(unreached)}",
             where=f"{adapter}.loss, {BUILD}",
             remedy="use them in the forward, or do not build them (add_pooling_layer=False, say), or freeze them: by "
-            "requires_grad_(False) in build, or in actor.model.freeze; sharded, they would stay untrained at best",
+            "requires_grad_(False) in build, or in actor.model.freeze; where other rows use them, let "
+            "examples() return such rows too, or begin the file with some: data.train_data_paths=…",
         )
     infinite = [name for name, gradient in measured.gradients.items() if not torch.isfinite(gradient).all()]
     if infinite:
@@ -222,6 +224,13 @@ def check_gradient(kit: Kit) -> str:
             remedy="look for square roots, norms and logarithms at 0, and for masks by multiplication with infinities",
         )
     return f"{shown_losses(measured.totals, measured.weights)}; reaches {len(trained)} parameters"
+
+
+def _only_measures(adapter: Adapter, losses: Mapping[str, LossSum]) -> bool:
+    """Whether a term without a graph is a metric, which a loss of all rows of a step may have."""
+    return isinstance(adapter, WholeStepAdapter) and any(
+        isinstance(loss.total, torch.Tensor) and loss.total.requires_grad for loss in losses.values()
+    )
 
 
 def _tensors(batch: Batch) -> dict[str, torch.Tensor]:

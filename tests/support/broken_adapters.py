@@ -508,3 +508,15 @@ class Cancelling(Tower):
 class ParityCancels(Regressor):
     def build(self) -> nn.Module:
         return Cancelling()
+
+
+class LayerInForward(Tower):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Linear(x.shape[-1], x.shape[-1])(super().forward(x))
+
+
+class GradientMakesLayer(Regressor):
+    """A layer that is made in forward is another one in each call, which nothing trains."""
+
+    def build(self) -> nn.Module:
+        return LayerInForward()

@@ -234,6 +234,18 @@ class Contrast(WholeStepAdapter):
         return [{"left": left, "right": right} for left, right in views]
 
 
+class ContrastWithMetric(Contrast):
+    """The share of wrong ones is a term without a gradient, as such a loss has no metrics."""
+
+    def weights(self, sample: Sample) -> dict[str, float]:
+        return {"match": 1, "wrong": 1}
+
+    def step_loss(self, outputs: Mapping[str, torch.Tensor]) -> dict[str, LossSum]:
+        found = (outputs["left"] @ outputs["right"].t()).argmax(1)
+        wrong = (found != torch.arange(len(found))).sum().double()
+        return {"match": super().step_loss(outputs), "wrong": LossSum(wrong, len(found))}
+
+
 class Packed(LanguageModel):
     """A language model in plain PyTorch whose rows are laid end to end."""
 

@@ -54,6 +54,10 @@ def test_a_healthy_adapter_passes(name: str, skipped: set[str]) -> None:
     assert {result.name for result in report.results if result.outcome == "skipped"} == skipped | PROCESSES
 
 
+def test_a_loss_of_all_rows_may_have_a_metric_as_a_term() -> None:
+    assert verify(HEALTHY, "ContrastWithMetric", "gradient")["gradient"].outcome == "passed"
+
+
 FAULTS = [
     ("EncodeDraws", "encode", "row 0 is encoded otherwise a second time: .* of the 16 values of picture differ"),
     ("EncodeChangesRows", "encode", "encode changes the row it is given"),
@@ -64,7 +68,11 @@ FAULTS = [
     ("BuildDrawsBuffer", "build", "the buffer noise comes out differently .* drawn at random"),
     ("BuildTiesData", "build", "embed.weight and head.weight are two parameters over the same memory"),
     ("BuildCounts", "build", "1 of 12 parameters do not start with the values that build gives them: head.bias"),
-    ("GradientMissesLayer", "gradient", "does not reach 2 of 14 trained parameters: pooler.weight, pooler.bias"),
+    (
+        "GradientMissesLayer",
+        "gradient",
+        "the loss of these 8 rows does not reach 2 of 14 trained parameters: pooler.weight, pooler.bias",
+    ),
     ("GradientDetached", "gradient", r"the term 'sign' \(.*\) has no graph"),
     ("GradientChangesBatch", "gradient", "loss changes the batch it is given: .* of the 128 values of picture"),
     ("SumsCentresInTraining", "sums", "in sum row by row in training mode and .* with all 8 rows together"),
@@ -127,6 +135,12 @@ def test_a_fault_is_found(name: str, check: str, said: str) -> None:
     assert re.search(said, result.text), result
     assert result.where
     assert result.remedy
+
+
+def test_a_layer_made_in_forward_is_explained() -> None:
+    result = verify(BROKEN, "GradientMakesLayer", "gradient")["gradient"]
+    assert "must have the same dtype" in result.text
+    assert "make layers and parameters in the constructor of the model" in result.remedy
 
 
 def test_every_check_has_an_adapter_that_fails_it() -> None:
