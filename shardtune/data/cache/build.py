@@ -173,7 +173,7 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
         tally.split.add(number, f"{whole.length:,} tokens in {len(parts):,} windows{idle}")
         tally.windows += len(kept) - 1
     elif sample.length < whole.length:
-        tally.truncated.add(number, f"{whole.length:,} tokens" if len(whole.input_ids) else f"size {whole.length:,}")
+        tally.truncated.add(number, _cut(whole, sample))
     if whole.left_out:
         tally.left_out.add(number, f"{whole.left_out:,} tokens")
     if whole.prompt_differs:
@@ -182,6 +182,14 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
     tally.trained_tokens += int(np.count_nonzero(whole.loss_weights))
     digest = _row_digest(row)
     return [EncodedRow(number, digest, part, weights) for part, weights in kept]
+
+
+def _cut(whole: Sample, sample: Sample) -> str:
+    """What is longer than `data.max_length`: the row's tokens, or some of its fields, beside which others are whole."""
+    if len(whole.input_ids):
+        return f"{whole.length:,} tokens"
+    cut = [name for name, array in whole.fields.items() if len(sample.fields[name]) < len(array)]
+    return ", ".join(f"{name} of length {len(whole.fields[name]):,}" for name in cut)
 
 
 def _reason(row: Row | RowError, error: RowError) -> str:

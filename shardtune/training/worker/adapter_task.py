@@ -49,6 +49,7 @@ from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import ROW_DRAWS, Accumulate, Totals, accumulate
 from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.cached_rows import CachedRowsTask, EvaluationSet, token_counts
+from shardtune.training.worker.loss_probe import probe_loss
 from shardtune.training.worker.run_context import silent
 from shardtune.training.worker.task import Evaluated, Evaluation, UserMethods
 from shardtune.training.worker.user_task import UserSets
@@ -119,10 +120,21 @@ class AdapterTask(CachedRowsTask):
         if self._training and isinstance(root, LanguageRoot) and isinstance(self.adapter, CausalLM):
             self._fast_parts = fast_parts(root.model, self.recipe.actor.model)
         if self._fast_parts is None:
-            return self.adapter.probe_assumptions(root, samples, device, dtype)
+            notes = self.adapter.probe_assumptions(root, samples, device, dtype)
+            return [*notes, *(probe_loss(model, self.adapter, samples, device) if self._adds_up(samples) else ())]
         notes = self._start(self._fast_parts, root, samples[0], device, dtype)
         with self._fast_parts.without_fp8():
             return [*notes, *self.adapter.probe_assumptions(root, samples, device, dtype)]
+
+    def _adds_up(self, samples: Sequence[Sample]) -> bool:
+        """Whether the loss of a class of the user's has to be a sum over rows that share forwards."""
+        adapter, actor = self.adapter, self.recipe.actor
+        own = not type(adapter).__module__.startswith("shardtune.") and not isinstance(adapter, CausalLM)
+        most = actor.max_tokens_per_micro_batch
+        fits = actor.micro_batch_size != 1 and (most is None or sum(sample.length for sample in samples) <= most)
+        fits &= not actor.model.compile  # of which each form takes minutes
+        rows = len(samples) == 2 and adapter.rows_share_forwards and not isinstance(adapter, WholeStepAdapter)
+        return self._training and own and fits and rows
 
     @torch.no_grad()
     def _start(

@@ -1,0 +1,167 @@
+"""Whether the loss of a user's adapter is what training takes it for: a sum over rows, computed again alike.
+
+Two real rows are tried before the first step, together and alone. `shardtune verify adapter` tries much more; this
+finds what would make a run silently wrong for those who have not called it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from shardtune.batch import Batch, Sample
+from shardtune.batch.seeds import seed_torch
+from shardtune.errors import ModelError
+from shardtune.models.adapter import Adapter
+from shardtune.training.build.initial_weights import seeded
+
+REPEATED = {"cpu": 0.0}
+"""Relative: the most by which a repeated loss differs; elsewhere kernels add in any order."""
+ELSEWHERE = 1e-3
+GROSS = 0.05
+"""Of the sum of two losses: more than the rounding of half precision changes in them together."""
+MEAN = (
+    "this looks like a mean: return the sum over targets (reduction='sum') and its weight, and divide by nothing, "
+    "neither the rows of the batch nor its targets"
+)
+ALONE = (
+    "let each row's share depend on that row alone: no means over the batch, no padding that counts, no state of the "
+    "adapter's; a loss of all rows of a step is a WholeStepAdapter's"
+)
+
+
+def probe_loss(model: nn.Module, adapter: Adapter, samples: Sequence[Sample], device: torch.device) -> list[str]:
+    """Compute the loss of two rows in several ways.
+
+    Args:
+        model: the sharded model, whose forward is the adapter's loss; every rank calls this with the same rows.
+        adapter: describes the model.
+        samples: two rows that may share a micro-batch.
+        device: of the model.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        ModelError: the loss of both rows is not the sum of their losses, or a layer is made while it is computed.
+    """
+    probe = _Probe(model, adapter, samples, device)
+    try:
+        notes = probe.notes()
+        together, alone = probe.together(), probe.alone()
+    except ModelError:
+        raise
+    except Exception:  # what fails here fails in the first step too, where the message is about that
+        return []
+    if together is None:
+        return notes
+    for term, total in together.items():
+        one, other = alone[0][term], alone[1][term]
+        if abs(total - one - other) > GROSS * (abs(one) + abs(other)):
+            between = min(one, other) <= total <= max(one, other)
+            raise ModelError(
+                f"the term {term!r} of the loss is {one:.6g} and {other:.6g} for two rows alone, and {total:.6g} for "
+                f"both together, not the sum {one + other:.6g}",
+                where=f"{type(adapter).__name__}.loss",
+                remedy=MEAN if between else ALONE,
+            )
+    return notes
+
+
+class _Probe:
+    """Two rows and the ways in which their loss is computed; arguments as `probe_loss` has them."""
+
+    def __init__(self, model: nn.Module, adapter: Adapter, samples: Sequence[Sample], device: torch.device) -> None:
+        self._model, self._adapter, self._samples, self._device = model, adapter, samples, device
+        self._name = type(adapter).__name__
+        self._repeats = True
+
+    def notes(self) -> list[str]:
+        """What is odd in the loss of both rows; the first call is watched for new layers and changed fields."""
+        batch = self._batch([0, 1])
+        before = {name: tensor.clone() for name, tensor in batch.fields.items()}
+        with _new_layers(self._model) as made:
+            self._first = self._losses(batch)
+        if made:
+            raise ModelError(
+                f"a layer is made while the loss is computed ({', '.join(dict.fromkeys(made))}), so that its weights "
+                "are not trained, and are others in each call that makes one",
+                where=f"{self._name}.loss",
+                remedy="make layers in build or in the constructor of the model, and call them in forward",
+            )
+        changed = [name for name, tensor in batch.fields.items() if name in before and _differs(before[name], tensor)]
+        notes = []
+        if changed:
+            notes.append(
+                f"{self._name}.loss changes {', '.join(map(repr, changed))} of its batch in place: what is computed of "
+                "the same batch afterwards, such as metrics, has the changed values; make a new tensor instead"
+            )
+        if not self._is_first(self._losses(self._batch([0, 1]), others=1)):
+            self._repeats = False
+            notes.append(
+                f"{self._name}.loss of the same rows differs from call to call with torch's seed the same: it draws "
+                "numbers of numpy, of Python's random or of a generator of its own, or keeps state between calls, so "
+                "the run cannot be repeated or continued bit for bit; batch.randn_like and torch draw alike"
+            )
+        return notes
+
+    def together(self) -> dict[str, float] | None:
+        """The loss of both rows; None where it is drawn, so that it is no sum of two other draws."""
+        drawn = not self._repeats or not self._is_first(self._losses(self._batch([0, 1]), seed=1))
+        return None if drawn else self._first
+
+    def alone(self) -> list[dict[str, float]]:
+        """The loss of each row."""
+        return [self._losses(self._batch([row])) for row in (0, 1)]
+
+    def _is_first(self, losses: Mapping[str, float]) -> bool:
+        """Whether these losses are those of the first call."""
+        limit = REPEATED.get(self._device.type, ELSEWHERE)
+        return all(abs(value - losses[term]) <= limit * abs(value) for term, value in self._first.items())
+
+    def _batch(self, rows: Sequence[int]) -> Batch:
+        samples = [self._samples[row] for row in rows]
+        weights = [self._adapter.weights(sample) for sample in samples]
+        sums = {term: sum(of[term] for of in weights) for term in weights[0]}
+        sums |= {term: weight * len(samples) for term, weight in self._adapter.row_terms().items()}
+        return self._adapter.collate(samples, list(rows), sums).to(self._device)
+
+    @torch.no_grad()
+    def _losses(self, batch: Batch, *, seed: int = 0, others: int = 0) -> dict[str, float]:
+        """By term; `others` seeds the generators of numpy and of Python."""
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with seeded(seed):
+                seed_torch(seed)  # a GPU's generator too, which each micro-batch seeds again
+                random.seed(others)
+                np.random.seed(others)
+                return {name: float(term.total) for name, term in self._model(batch).items()}
+        finally:
+            self._model.train(was_training)
+
+
+@contextmanager
+def _new_layers(model: nn.Module) -> Iterator[list[str]]:
+    """The classes of modules outside of a model that get a parameter meanwhile."""
+    known, made = {id(module) for module in model.modules()}, list[str]()
+
+    def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if id(module) not in known and parameter is not None:
+            made.append(type(module).__name__)
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield made
+    finally:
+        handle.remove()
+
+
+def _differs(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return before.shape != after.shape or not torch.equal(before.nan_to_num(), after.nan_to_num())

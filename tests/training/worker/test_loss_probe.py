@@ -1,0 +1,164 @@
+"""The loss of a user's adapter is tried on two rows before training."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardtune
+from shardtune.errors import ModelError
+from tests.support.tiny_run import train_on_ranks
+
+pytestmark = pytest.mark.lengthy
+
+CODE = """\
+import random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardtune import Adapter, LossSum, Sample, WholeStepAdapter
+
+
+class Sum(Adapter):
+    calls = 0
+
+    def build(self):
+        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def encode(self, row):
+        x = np.array([row["x"], 1 - row["x"]], np.float32)
+        return Sample(fields={"x": x, "y": np.array([row["y"]], np.float32)})
+
+    def loss(self, model, batch):
+        self.calls += 1
+        return LossSum(self.total(model, batch), len(batch["x"]))
+
+    def total(self, model, batch):
+        return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum")
+
+
+class Mean(Sum):
+    def total(self, model, batch):
+        return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+class Penalty(Sum):
+    def total(self, model, batch):
+        return super().total(model, batch) + 3.0
+
+
+class Numpy(Sum):
+    def total(self, model, batch):
+        return F.mse_loss(model(batch["x"] + 0.01 * np.random.randn()), batch["y"], reduction="sum")
+
+
+class Stateful(Sum):
+    def total(self, model, batch):
+        return super().total(model, batch) * (1 + 0.001 * self.calls)
+
+
+class Drawn(Sum):
+    def total(self, model, batch):
+        return F.mse_loss(model(batch["x"] + torch.randn_like(batch["x"])), batch["y"], reduction="sum")
+
+
+class OfRows(Sum):
+    def total(self, model, batch):
+        return F.mse_loss(model(batch["x"] + batch.randn_like("noise", batch["x"])), batch["y"], reduction="sum")
+
+
+class Layer(Sum):
+    def total(self, model, batch):
+        layer = nn.Linear(1, 1, dtype=batch["x"].dtype)
+        return F.mse_loss(layer(model(batch["x"])), batch["y"], reduction="sum")
+
+
+class InPlace(Sum):
+    def total(self, model, batch):
+        batch["x"].mul_(2)
+        return super().total(model, batch)
+
+
+class Broken(Sum):
+    def total(self, model, batch):
+        if len(batch["x"]) == 1:
+            raise ZeroDivisionError("one row")
+        return super().total(model, batch)
+"""
+
+
+def recipe(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    (folder / "own.py").write_text(CODE)
+    rows = [{"x": number / 8, "y": number / 3 + 1} for number in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    logger = {"log_path": str(folder / "runs"), "experiment_name": "run", "logger_backends": ["jsonl"]}
+    return {
+        "runner": {"logger": logger},
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "model": {"adapter": f"{folder}/own.py:{name}", "precision": "fp32"},
+        "data": {"train_data_paths": str(folder / "rows.jsonl"), "cache_dir": str(folder / "cache")},
+        **changes,
+    }
+
+
+def noted(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """The notes of the first screen about a loss, each in one line."""
+    entries = re.sub(r" *\n +", " ", "".join(capfd.readouterr())).splitlines()
+    return [entry.removeprefix("note").strip() for entry in entries if entry.startswith("note") and ".loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "remedy"),
+    [
+        ("Mean", "for two rows alone, and ", "looks like a mean"),
+        ("Penalty", "both together, not the sum", "each row's share depend on that row alone"),
+        ("Layer", "a layer is made while the loss is computed (Linear)", "make layers in build"),
+    ],
+)
+def test_a_loss_that_is_no_sum_is_refused(tmp_path: Path, name: str, what: str, remedy: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        shardtune.train(recipe(tmp_path, name))
+    assert what in str(refused.value)
+    assert remedy in str(refused.value.remedy)
+    assert refused.value.where == f"{name}.loss"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Numpy", "numbers of numpy"),
+        ("Stateful", "keeps state between calls"),
+        ("InPlace", "changes 'x' of its batch in place"),
+    ],
+)
+def test_what_is_odd_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, said: str) -> None:
+    shardtune.train(recipe(tmp_path, name))
+    (note,) = noted(capfd)
+    assert note.startswith(f"{name}.loss")
+    assert said in note
+
+
+@pytest.mark.parametrize("name", ["Sum", "Drawn", "OfRows", "Broken"])
+def test_other_losses_are_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    """Dropout, draws of torch and of rows, and a loss that cannot be tried."""
+    shardtune.train(recipe(tmp_path, name))
+    assert noted(capfd) == []
+
+
+def test_rows_that_never_share_a_forward_are_not_compared(tmp_path: Path) -> None:
+    shardtune.train(recipe(tmp_path, "Mean", micro_batch_size=1))
+
+
+def test_the_same_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train_on_ranks(2, [recipe(tmp_path, "InPlace")])
+    assert len(noted(capfd)) == 1
+    with pytest.raises(AssertionError, match="looks like a mean"):
+        train_on_ranks(2, [recipe(tmp_path, "Mean", runner={"overwrite": True})])
