@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_it_trains_by_its_name(reader: Path):
 
 
 def test_two_ranks_find_it_too(reader: Path, installed: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONPATH", str(installed))
+    monkeypatch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
     outcome = run_cli("train", "recipe.yaml", "runner.nproc_per_node=2", "runner.logger.experiment_name=two")
     assert outcome.code == 0, outcome.err
     alone = run_cli("train", "recipe.yaml")
