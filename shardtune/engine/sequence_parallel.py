@@ -19,13 +19,14 @@ from shardtune.models.mixers import STATE, Mixers
 from shardtune.models.packed_attention import DOCUMENTS, check_no_dropout
 from shardtune.models.packing_probe import AGREEMENT
 from shardtune.parallel.fp32_compute import in_fp32
+from shardtune.parallel.generation import CACHES
 from shardtune.parallel.sequence_parallel import TokenShare
 from shardtune.parallel.torch_private.operations import tree_map
 
 WHERE = "build(sequence_parallel_size=…)"
 Arguments = dict[str, object]
 """Arguments of a model's forward, by name."""
-REFUSED = ("attention_mask", "labels", "past_key_values")
+REFUSED = ("attention_mask", "labels", *CACHES)
 
 
 class SequenceForward:

@@ -12,6 +12,8 @@ from torch import nn
 from transformers import Cache
 
 MASKS = ("attention_mask", "decoder_attention_mask")
+CACHES = ("cache", "past_key_values")
+"""The argument with a model's cache: from transformers 5.24 on, and before."""
 ALONE = "_shardtune_alone"
 """Marks a model whose weights are gathered: each rank's answers end by themselves."""
 
@@ -37,7 +39,7 @@ def keep_step(model: Any) -> None:
                 continue
             if kwargs.get("is_first_iteration"):
                 more[name] = mask.shape[1] - input_ids.shape[1]
-            elif not _is_filled(kwargs.get("past_key_values")):
+            elif not any(_is_filled(kwargs.get(cache)) for cache in CACHES):
                 kwargs[name] = mask[:, : input_ids.shape[1] + more[name]]
         return prepare(input_ids, *args, **kwargs)
 

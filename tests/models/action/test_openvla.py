@@ -164,6 +164,7 @@ def test_a_directory_loads_as_it_is(folder: Path, model: Any) -> None:
     assert (model.config.text_vocabulary, model.config.image_token_id) == (32000, 32001)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.lengthy
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_forward_is_what_the_tensors_give(
