@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,9 @@ from torch import nn
 from shardtune import Adapter, Batch, LossSum, Prediction, Sample
 from shardtune.batch import Metric
 from shardtune.config import Recipe, load_recipe
+from shardtune.data.cache.cache import build_dataset
 from shardtune.data.encoder import RowDropped, RowError
+from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, DataError, ModelError
 from shardtune.models.adapter_encoder import FieldEncoder, holds
 from shardtune.models.find_adapter import find_adapter
@@ -594,3 +597,16 @@ def test_predictions_may_be_plain_tuples() -> None:
     batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 4.0})
     found = adapter.train_loss(adapter.build(), batch, lambda outputs, targets: targets - outputs)["loss"]
     assert (found.total.item(), found.weight) == (4.0, 4.0)
+
+
+def test_a_cut_field_is_named(tmp_path: Path) -> None:
+    rows = [{**LABELLED, "notes": list(range(length))} for length in (3, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changed = recipe(data={"max_length": 4, "cache_dir": str(tmp_path / "cache")}).data
+    sources = resolve_sources(str(tmp_path / "rows.jsonl"), changed, name_format=lambda row: "rows", report=len)
+    made = build_dataset(
+        sources, encoder(data={"max_length": 4}), cache_dir=tmp_path / "cache", num_workers=0, on_bad_row="fail",
+        max_bad_rows=0, report=len,
+    )  # fmt: skip
+    (line,) = made.report.lines()
+    assert line.endswith("1 of 2 rows cut to data.max_length: row 2 (notes of length 9)")

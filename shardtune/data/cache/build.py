@@ -188,7 +188,7 @@ def _cut(whole: Sample, sample: Sample) -> str:
     """What is longer than `data.max_length`: the row's tokens, or some of its fields, beside which others are whole."""
     if len(whole.input_ids):
         return f"{whole.length:,} tokens"
-    cut = [name for name, array in whole.fields.items() if len(sample.fields[name]) < len(array)]
+    cut = [name for name, array in whole.fields.items() if sample.fields[name].shape != array.shape]
     return ", ".join(f"{name} of length {len(whole.fields[name]):,}" for name in cut)
 
 
