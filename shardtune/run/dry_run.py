@@ -67,7 +67,8 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
     check_push(loaded.runner.push_to_hub)
     worker = make_worker(loaded, report=display.report)
     try:
-        set_up(worker, RunContext(report=display.report, notes=[*loaded.notes, *unused_workers(loaded, worker)]))
+        notes = [*loaded.notes, *unused_workers(loaded, worker)]
+        set_up(worker, RunContext(report=display.report, notes=notes, tries_loss=True))
         worker.loader.check_ranks(num_ranks(loaded.runner))
         check_worker_monitors(worker)
         refuse_gradient_hooks(worker.weights.parameters.items(), worker.ranks)

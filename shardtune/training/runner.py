@@ -102,6 +102,7 @@ class SFTRunner:
             report=None if observer is None else self._observer.log,
             samples_dir=self.run_dir / SAMPLES,
             notes=notes,
+            tries_loss=True,
         )
         self._stop = stop or StopSignal()
         self._resume_from, self._older = resume_from, older

@@ -120,11 +120,14 @@ class AdapterTask(CachedRowsTask):
         if self._training and isinstance(root, LanguageRoot) and isinstance(self.adapter, CausalLM):
             self._fast_parts = fast_parts(root.model, self.recipe.actor.model)
         if self._fast_parts is None:
-            notes = self.adapter.probe_assumptions(root, samples, device, dtype)
-            return [*notes, *(probe_loss(model, self.adapter, samples, device) if self._adds_up(samples) else ())]
+            return self.adapter.probe_assumptions(root, samples, device, dtype)
         notes = self._start(self._fast_parts, root, samples[0], device, dtype)
         with self._fast_parts.without_fp8():
             return [*notes, *self.adapter.probe_assumptions(root, samples, device, dtype)]
+
+    def probe_loss(self, model: nn.Module, device: torch.device) -> list[str]:
+        samples = self._longest_rows()
+        return probe_loss(model, self.adapter, samples, device) if self._adds_up(samples) else []
 
     def _adds_up(self, samples: Sequence[Sample]) -> bool:
         """Whether the loss of a class of the user's has to be a sum over rows that share forwards."""
@@ -134,7 +137,7 @@ class AdapterTask(CachedRowsTask):
         fits = actor.micro_batch_size != 1 and (most is None or sum(sample.length for sample in samples) <= most)
         fits &= not actor.model.compile  # of which each form takes minutes
         rows = len(samples) == 2 and adapter.rows_share_forwards and not isinstance(adapter, WholeStepAdapter)
-        return self._training and own and fits and rows
+        return own and fits and rows
 
     @torch.no_grad()
     def _start(

@@ -455,6 +455,8 @@ class FSDPSftWorker(ABC):
             *self.state.notes,
             *self.task.probe_assumptions(self.model, self.device, self.report),
         ]
+        if training and context.tries_loss:
+            self.notes += self.task.probe_loss(self.model, self.device)
         if training:
             self.notes += self.task.build_teacher(self.model, self.ranks, self.report)
         if self.tokenizer is None:

@@ -28,6 +28,7 @@ class RunContext:
         episodes_dir: where the table and the videos of episodes are written; None: in `samples_dir`, by step.
         weights_directory: an exported directory whose weights replace the initial ones.
         notes: lines for the first screen, besides the worker's.
+        tries_loss: whether the loss of a user's adapter is tried on two rows before training.
     """
 
     poll: Callable[[], None] = _nothing
@@ -36,6 +37,7 @@ class RunContext:
     episodes_dir: Path | None = None
     weights_directory: Path | None = None
     notes: Sequence[str] = ()
+    tries_loss: bool = False
 
 
 class TrainedWorker(Protocol):

@@ -145,6 +145,10 @@ class Task(ABC):
         """Verify the task's assumptions about the model, once its weights are loaded; returns notes."""
         return []
 
+    def probe_loss(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Try the loss of a user's adapter on two rows; returns notes."""
+        return []
+
     def build_teacher(self, model: nn.Module, ranks: Ranks, report: Callable[[str], None]) -> list[str]:
         """Build the frozen model that the loss compares `model` with, where it has one; every rank calls it.
 
