@@ -75,7 +75,7 @@ LORA = {"actor.model.is_lora": True, "actor.model.lora.r": 4, "actor.model.lora.
 OF_NUMBERS: tuple[Fault, ...] = (
     Fault("mean_of_means", "a mean of each micro-batch", "parity", (PARTS, "train/loss"), adapter="MeanOfMeans"),
     Fault(
-        "mixed_rows", "rows of a micro-batch are centred together", "layouts",
+        "mixed_rows", "rows of a micro-batch are centred together, by a hundredth", "layouts",
         ("packing makes the difference",), adapter="MixedRows",
     ),
     Fault(
@@ -221,7 +221,7 @@ def recipe_of(fault: Fault, folder: Path, *, planted: bool) -> dict[str, Any]:
         "runner": {"logger": {"log_path": str(folder / "runs"), "experiment_name": fault.name}},
     }
     if fault.kind == "rows":
-        kind = fault.adapter if planted else "Regressor"
+        kind = fault.adapter if planted and fault.adapter is not None else "Regressor"
         values["actor"]["model"]["adapter"] = f"{PLANTED / 'adapters.py'}:{kind}"
     elif fault.kind != "numbers":
         values["actor"]["model"]["model_path"] = str(inputs / "model")
