@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from shardtune.config import load_recipe
 from shardtune.config.model_names import describe, known_names
+from shardtune.config.stored_recipe import stored_recipe
 from shardtune.config.user_code import import_plugins
 from shardtune.errors import ConfigError
 from shardtune.models.find_adapter import known_architectures
@@ -20,9 +21,11 @@ def is_recipe(word: str) -> bool:
 
 
 def read_plugins(recipe: str | None, overrides: Sequence[str]) -> None:
-    """Import the plugins of a recipe, which may register model types."""
-    if recipe or overrides:
+    """Import the plugins of a recipe, or of overrides alone; they may register model types."""
+    if recipe:
         import_plugins(load_recipe(recipe, overrides, files_must_exist=False).plugins)
+    elif overrides:
+        import_plugins(stored_recipe({}, overrides).plugins)
 
 
 def listing() -> Iterator[str]:

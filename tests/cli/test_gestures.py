@@ -258,6 +258,16 @@ def test_models_are_searched() -> None:
     assert run_cli("models", "Qwen3-MoE").out.startswith("qwen3_moe: ")
 
 
+def test_model_types_of_plugins_without_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtune.config.model_names._registered", {})
+    (tmp_path / "mine.py").write_text(
+        "import shardtune\n\n\n@shardtune.register_model('of_mine')\ndef of_mine(cfg, dtype):\n    return None\n"
+    )
+    assert "of_mine" in run_cli("models", f"plugins=[{tmp_path}/mine.py]").out
+    refused = run_cli("models", "--bad")
+    assert (refused.code, refused.err.splitlines()[0]) == (2, "error: unknown key bad")
+
+
 # -- recipes without a file ----------------------------------------------------------------------------------------
 
 
