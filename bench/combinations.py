@@ -403,7 +403,10 @@ def _language_model(case: Case, folder: Path) -> None:
         model.save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
     for name, count, start in (("train", 21, 0), ("eval", 7, 100)):
-        given: list[Any] = rows(count, start)
+        given: list[Any] = [
+            {**row, "prompt": row["prompt"] + "please " * 4 * (number % 7 == 3)}
+            for number, row in enumerate(rows(count, start))
+        ]
         if case.chats:
             pairs = [(row["prompt"][:12], row["completion"][:8]) for row in given]
             sides = ("user", "assistant")
