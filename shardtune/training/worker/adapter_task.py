@@ -126,8 +126,10 @@ class AdapterTask(CachedRowsTask):
             return [*notes, *self.adapter.probe_assumptions(root, samples, device, dtype)]
 
     def probe_loss(self, model: nn.Module, device: torch.device) -> list[str]:
-        samples = self._longest_rows()
-        return probe_loss(model, self.adapter, samples, device) if self._adds_up(samples) else []
+        samples, evaluates = self._longest_rows(), bool(self.prepared.evals)
+        if not self._adds_up(samples):
+            return []
+        return probe_loss(model, root_of(model), self.adapter, samples, device, evaluates=evaluates)
 
     def _adds_up(self, samples: Sequence[Sample]) -> bool:
         """Whether the loss of a class of the user's has to be a sum over rows that share forwards."""

@@ -1,4 +1,4 @@
-"""Whether the loss of a user's adapter is what training takes it for: a sum over rows, computed again alike.
+"""Whether the loss and the metrics of a user's adapter are what a run takes them for: sums over rows.
 
 Two real rows are tried before the first step, together and alone. `shardtune verify adapter` tries much more; this
 finds what would make a run silently wrong for those who have not called it.
@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardtune.batch import Batch, Sample
+from shardtune.batch import Batch, Metric, Sample
 from shardtune.batch.seeds import seed_torch
 from shardtune.errors import ModelError
-from shardtune.models.adapter import Adapter
+from shardtune.evaluate.loss import as_metrics
+from shardtune.models.adapter import Adapter, AdapterRoot
 from shardtune.training.build.initial_weights import seeded
 
 REPEATED = {"cpu": 0.0}
@@ -36,25 +37,38 @@ ALONE = (
 )
 
 
-def probe_loss(model: nn.Module, adapter: Adapter, samples: Sequence[Sample], device: torch.device) -> list[str]:
-    """Compute the loss of two rows in several ways.
+def probe_loss(
+    model: nn.Module,
+    root: AdapterRoot,
+    adapter: Adapter,
+    samples: Sequence[Sample],
+    device: torch.device,
+    *,
+    evaluates: bool,
+) -> list[str]:
+    """Compute the loss of two rows in several ways, and the metrics.
 
     Args:
         model: the sharded model, whose forward is the adapter's loss; every rank calls this with the same rows.
+        root: of the model.
         adapter: describes the model.
         samples: two rows that may share a micro-batch.
-        device: of the model.
+        device: that computes.
+        evaluates: whether the run has evaluation rows.
 
     Returns:
         Notes for the user.
 
     Raises:
-        ModelError: the loss of both rows is not the sum of their losses, or a layer is made while it is computed.
+        ModelError: the loss of both rows is not the sum of their losses, a layer is made while it is computed, or a
+            metric is no pair of numbers.
     """
-    probe = _Probe(model, adapter, samples, device)
+    probe = _Probe(model, root, adapter, samples, device)
+    measures = evaluates and type(adapter).metrics is not Adapter.metrics
     try:
         notes = probe.notes()
         together, alone = probe.together(), probe.alone()
+        notes += probe.odd_metrics() if measures and together is not None else ()
     except ModelError:
         raise
     except Exception:  # what fails here fails in the first step too, where the message is about that
@@ -63,7 +77,7 @@ def probe_loss(model: nn.Module, adapter: Adapter, samples: Sequence[Sample], de
         return notes
     for term, total in together.items():
         one, other = alone[0][term], alone[1][term]
-        if abs(total - one - other) > GROSS * (abs(one) + abs(other)):
+        if not _adds_up(total, one, other):
             between = min(one, other) <= total <= max(one, other)
             raise ModelError(
                 f"the term {term!r} of the loss is {one:.6g} and {other:.6g} for two rows alone, and {total:.6g} for "
@@ -77,8 +91,11 @@ def probe_loss(model: nn.Module, adapter: Adapter, samples: Sequence[Sample], de
 class _Probe:
     """Two rows and the ways in which their loss is computed; arguments as `probe_loss` has them."""
 
-    def __init__(self, model: nn.Module, adapter: Adapter, samples: Sequence[Sample], device: torch.device) -> None:
-        self._model, self._adapter, self._samples, self._device = model, adapter, samples, device
+    def __init__(
+        self, model: nn.Module, root: AdapterRoot, adapter: Adapter, samples: Sequence[Sample], device: torch.device
+    ) -> None:
+        self._model, self._root, self._adapter = model, root, adapter
+        self._samples, self._device = samples, device
         self._name = type(adapter).__name__
         self._repeats = True
 
@@ -119,6 +136,35 @@ class _Probe:
     def alone(self) -> list[dict[str, float]]:
         """The loss of each row."""
         return [self._losses(self._batch([row])) for row in (0, 1)]
+
+    def odd_metrics(self) -> list[str]:
+        """Metrics whose sums and weights do not add up."""
+        together, one, other = (self._metrics(self._batch(rows)) for rows in ([0, 1], [0], [1]))
+        found = []
+        for name, whole in together.items():
+            if name not in one or name not in other:
+                continue
+            parts = (one[name], other[name])
+            sums, weights = [part.total for part in parts], [part.weight for part in parts]
+            if _adds_up(whole.total, *sums) and _adds_up(whole.weight, *weights):
+                continue
+            found.append(
+                f"{self._name}.metrics: {name!r} is ({whole.total:.6g}, {whole.weight:.6g}) for two rows together, "
+                f"({sums[0]:.6g}, {weights[0]:.6g}) and ({sums[1]:.6g}, {weights[1]:.6g}) alone, which do not add up "
+                "to it: what evaluation reports depends on how rows are cut into batches; return the sum over the "
+                "batch, and what it is divided by in the end"
+            )
+        return found
+
+    @torch.no_grad()
+    def _metrics(self, batch: Batch) -> dict[str, Metric]:
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with seeded(0):
+                return as_metrics(self._root.evaluate(batch).metrics, f"{self._name}.metrics")
+        finally:
+            self._model.train(was_training)
 
     def _is_first(self, losses: Mapping[str, float]) -> bool:
         """Whether these losses are those of the first call."""
@@ -161,6 +207,11 @@ def _new_layers(model: nn.Module) -> Iterator[list[str]]:
         yield made
     finally:
         handle.remove()
+
+
+def _adds_up(total: float, one: float, other: float) -> bool:
+    """Whether the value of two rows is the sum of theirs; of values that are not finite nothing is known."""
+    return not abs(total - one - other) > GROSS * (abs(one) + abs(other))
 
 
 def _differs(before: torch.Tensor, after: torch.Tensor) -> bool:

@@ -74,6 +74,22 @@ class OfRows(Sum):
         return F.mse_loss(model(batch["x"] + batch.randn_like("noise", batch["x"])), batch["y"], reduction="sum")
 
 
+class Measured(Sum):
+    def metrics(self, model, batch):
+        errors = (model(batch["x"]) - batch["y"]).abs()
+        return {"error": (float(errors.sum()), len(errors))}
+
+
+class MeanMetric(Sum):
+    def metrics(self, model, batch):
+        return {"error": (float((model(batch["x"]) - batch["y"]).abs().mean()), 1)}
+
+
+class NoPair(Sum):
+    def metrics(self, model, batch):
+        return {"error": float((model(batch["x"]) - batch["y"]).abs().mean())}
+
+
 class Layer(Sum):
     def total(self, model, batch):
         layer = nn.Linear(1, 1, dtype=batch["x"].dtype)
@@ -100,7 +116,7 @@ def recipe(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     logger = {"log_path": str(folder / "runs"), "experiment_name": "run", "logger_backends": ["jsonl"]}
     return {
-        "runner": {"logger": logger},
+        "runner": {"logger": logger, "overwrite": True},
         "micro_batch_size": 2,
         "global_batch_size": 4,
         "model": {"adapter": f"{folder}/own.py:{name}", "precision": "fp32"},
@@ -109,10 +125,18 @@ def recipe(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     }
 
 
+def with_evaluation(made: dict[str, Any]) -> dict[str, Any]:
+    return {**made, "data": {**made["data"], "eval_data_paths": made["data"]["train_data_paths"]}}
+
+
 def noted(capfd: pytest.CaptureFixture[str]) -> list[str]:
     """The notes of the first screen about a loss, each in one line."""
     entries = re.sub(r" *\n +", " ", "".join(capfd.readouterr())).splitlines()
-    return [entry.removeprefix("note").strip() for entry in entries if entry.startswith("note") and ".loss" in entry]
+    return [
+        entry.removeprefix("note").strip()
+        for entry in entries
+        if entry.startswith("note") and re.search(r"\.(loss|metrics)", entry)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -137,20 +161,29 @@ def test_a_loss_that_is_no_sum_is_refused(tmp_path: Path, name: str, what: str, 
         ("Numpy", "numbers of numpy"),
         ("Stateful", "keeps state between calls"),
         ("InPlace", "changes 'x' of its batch in place"),
+        ("MeanMetric", "what evaluation reports depends on how rows are cut into batches"),
     ],
 )
 def test_what_is_odd_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, said: str) -> None:
-    shardtune.train(recipe(tmp_path, name))
+    shardtune.train(with_evaluation(recipe(tmp_path, name)))
     (note,) = noted(capfd)
-    assert note.startswith(f"{name}.loss")
+    assert note.startswith(f"{name}.{'metrics' if 'Metric' in name else 'loss'}")
     assert said in note
 
 
-@pytest.mark.parametrize("name", ["Sum", "Drawn", "OfRows", "Broken"])
+@pytest.mark.parametrize("name", ["Sum", "Drawn", "OfRows", "Broken", "Measured"])
 def test_other_losses_are_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
     """Dropout, draws of torch and of rows, and a loss that cannot be tried."""
-    shardtune.train(recipe(tmp_path, name))
+    shardtune.train(with_evaluation(recipe(tmp_path, name)))
     assert noted(capfd) == []
+
+
+def test_metrics_are_those_of_runs_with_evaluation_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shardtune.train(recipe(tmp_path, "NoPair"))
+    assert noted(capfd) == []
+    with pytest.raises(ModelError, match=r"not a pair \(sum, weight\)") as refused:
+        shardtune.train(with_evaluation(recipe(tmp_path, "NoPair")))
+    assert refused.value.where == "NoPair.metrics"
 
 
 def test_rows_that_never_share_a_forward_are_not_compared(tmp_path: Path) -> None:
@@ -161,4 +194,4 @@ def test_the_same_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     train_on_ranks(2, [recipe(tmp_path, "InPlace")])
     assert len(noted(capfd)) == 1
     with pytest.raises(AssertionError, match="looks like a mean"):
-        train_on_ranks(2, [recipe(tmp_path, "Mean", runner={"overwrite": True})])
+        train_on_ranks(2, [recipe(tmp_path, "Mean")])
