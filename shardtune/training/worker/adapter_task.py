@@ -137,7 +137,8 @@ class AdapterTask(CachedRowsTask):
         own = not type(adapter).__module__.startswith("shardtune.") and not isinstance(adapter, CausalLM)
         most = actor.max_tokens_per_micro_batch
         fits = actor.micro_batch_size != 1 and (most is None or sum(sample.length for sample in samples) <= most)
-        fits &= not actor.model.compile  # of which each form takes minutes
+        # Compiled, each form takes minutes; in units of FSDP1 a loss that fails leaves a state in which none computes.
+        fits &= not actor.model.compile and (actor.training_backend != "fsdp1" or self._ranks.world_size == 1)
         rows = len(samples) == 2 and adapter.rows_share_forwards and not isinstance(adapter, WholeStepAdapter)
         return own and fits and rows
 

@@ -105,10 +105,10 @@ class _Probe:
         before = {name: tensor.clone() for name, tensor in batch.fields.items()}
         with _new_layers(self._model) as made:
             self._first = self._losses(batch)
-        if made:
+        if names := {type(module).__name__: None for module in made if _is_drawn(module)}:
             raise ModelError(
-                f"a layer is made while the loss is computed ({', '.join(dict.fromkeys(made))}), so that its weights "
-                "are not trained, and are others in each call that makes one",
+                f"a layer is made while the loss is computed ({', '.join(names)}), so that its weights are not "
+                "trained, and are others in each call that makes one",
                 where=f"{self._name}.loss",
                 remedy="make layers in build or in the constructor of the model, and call them in forward",
             )
@@ -194,19 +194,24 @@ class _Probe:
 
 
 @contextmanager
-def _new_layers(model: nn.Module) -> Iterator[list[str]]:
-    """The classes of modules outside of a model that get a parameter meanwhile."""
-    known, made = {id(module) for module in model.modules()}, list[str]()
+def _new_layers(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """The modules outside of a model that get a parameter meanwhile."""
+    known, made = {id(module) for module in model.modules()}, list[nn.Module]()
 
     def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if id(module) not in known and parameter is not None:
-            made.append(type(module).__name__)
+        if id(module) not in known:
+            made.append(module)
 
     handle = register_module_parameter_registration_hook(note)
     try:
         yield made
     finally:
         handle.remove()
+
+
+def _is_drawn(module: nn.Module) -> bool:
+    """Whether a module has other weights than those of a new norm, which are ones and zeros."""
+    return any((weight != 0).any() and (weight != 1).any() for weight in module.parameters(recurse=False))
 
 
 def _adds_up(total: float, one: float, other: float) -> bool:

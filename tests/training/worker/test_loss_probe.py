@@ -11,7 +11,7 @@ import pytest
 
 import shardtune
 from shardtune.errors import ModelError
-from tests.support.tiny_run import train_on_ranks
+from tests.support.tiny_run import lines, train_on_ranks
 
 pytestmark = pytest.mark.lengthy
 
@@ -102,11 +102,18 @@ class InPlace(Sum):
         return super().total(model, batch)
 
 
+class Normed(Sum):
+    def total(self, model, batch):
+        scaled = nn.LayerNorm(2)(batch["x"])
+        return F.mse_loss(model(batch["x"]), batch["y"] + 0 * scaled.sum(), reduction="sum")
+
+
 class Broken(Sum):
     def total(self, model, batch):
-        if len(batch["x"]) == 1:
-            raise ZeroDivisionError("one row")
-        return super().total(model, batch)
+        total = super().total(model, batch)
+        if not torch.is_grad_enabled():
+            raise ZeroDivisionError("as what needs a gradient in the loss")
+        return total
 """
 
 
@@ -171,9 +178,9 @@ def test_what_is_odd_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str],
     assert said in note
 
 
-@pytest.mark.parametrize("name", ["Sum", "Drawn", "OfRows", "Broken", "Measured"])
+@pytest.mark.parametrize("name", ["Sum", "Drawn", "OfRows", "Normed", "Measured"])
 def test_other_losses_are_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    """Dropout, draws of torch and of rows, and a loss that cannot be tried."""
+    """Dropout, draws of torch and of rows, and a norm that is made in the loss."""
     shardtune.train(with_evaluation(recipe(tmp_path, name)))
     assert noted(capfd) == []
 
@@ -188,6 +195,26 @@ def test_metrics_are_those_of_runs_with_evaluation_rows(tmp_path: Path, capfd: p
 
 def test_rows_that_never_share_a_forward_are_not_compared(tmp_path: Path) -> None:
     shardtune.train(recipe(tmp_path, "Mean", micro_batch_size=1))
+
+
+def losses(run: Path) -> list[float]:
+    return [line["train/loss"] for line in lines(run) if "train/loss" in line]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp1", "ddp"])
+def test_a_loss_that_cannot_be_tried_trains(tmp_path: Path, backend: str) -> None:
+    """Without dropout, so that all have the same numbers."""
+    made = [
+        recipe(tmp_path, name, training_backend=backend, model={"adapter": f"{tmp_path}/still.py:{name}"})
+        for name in ("Sum", "Broken")
+    ]
+    (tmp_path / "still.py").write_text(CODE.replace("nn.Dropout(0.5)", "nn.Identity()"))
+    for name, each in zip(("tried", "untried"), made, strict=True):
+        each["runner"]["logger"]["experiment_name"] = name
+    train_on_ranks(2, made)
+    found = losses(tmp_path / "runs" / "untried")
+    assert len(found) == 2
+    assert found == losses(tmp_path / "runs" / "tried")
 
 
 def test_the_same_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
