@@ -128,7 +128,7 @@ SETTINGS: Sequence[Setting] = (
     Setting([{"optim.lr_warmup_from_zero": True, "optim.lr_warmup_steps": 2}], apart=("optim.lr_warmup",)),
     one("optim.min_lr", 0.004, apart=("optim.lr_scheduler",)),
     one("data.train_on", "all", language=True),
-    one("data.train_on", "last_assistant", language=True, chats=True),
+    one("data.train_on", "last_assistant", apart=LENGTHS, language=True, chats=True),  # which may leave one turn
     one("data.system_prompt", "be brief", language=True, chats=True),
     one("data.chat_template", "other.jinja", language=True, chats=True),
     one("data.max_length", 28, apart=LENGTHS, language=True),

@@ -51,19 +51,21 @@ class Fault:
         healthy: the worker in its place that has no fault; None: the one that is built in.
         changes: of the recipe, by dotted key.
         options: of the command.
+        refused: whether the run itself refuses it, before its first step.
     """
 
     name: str
     what: str
     command: str
     words: Sequence[str]
-    kind: str = "rows"
+    kind: str = "qwen2"
     plugin: str | None = None
     adapter: str | None = None
     worker: str | None = None
     healthy: str | None = None
     changes: Mapping[str, object] = field(default_factory=dict)
     options: Sequence[str] = ("--steps", "2", "--ranks", "1")
+    refused: bool = False
 
 
 TWO_RANKS = ("--steps", "2", "--ranks", "2")
@@ -73,40 +75,44 @@ MERGED = {"actor.model.is_lora": True, "actor.model.lora.r": 4}
 ONE_STEP, RUNS, FIVE_STEPS = (("--steps", number) for number in "125")
 LORA = {"actor.model.is_lora": True, "actor.model.lora.r": 4, "actor.model.lora.init": False}
 OF_NUMBERS: tuple[Fault, ...] = (
-    Fault("mean_of_means", "a mean of each micro-batch", "parity", (PARTS, "train/loss"), adapter="MeanOfMeans"),
+    Fault(
+        "mean_of_means", "a mean of each micro-batch", "parity", (PARTS, "train/loss"), kind="rows",
+        adapter="MeanOfMeans",
+    ),
     Fault(
         "mixed_rows", "rows of a micro-batch are centred together, by a hundredth", "layouts",
-        ("packing makes the difference",), adapter="MixedRows",
+        ("packing makes the difference",), kind="rows", adapter="MixedRows",
     ),
     Fault(
         "mean_over_ranks", "a loss divided by the number of ranks", "layouts",
-        ("sharding makes the difference",), adapter="MeanOverRanks", options=TWO_RANKS,
+        ("sharding makes the difference",), kind="rows", adapter="MeanOverRanks", options=TWO_RANKS,
     ),
     Fault(
         "lost_gradient", "a unit's gradient is lost on several ranks", "layouts",
-        ("sharding makes the difference", "linear.weight is furthest away"), adapter="LostGradient", options=TWO_RANKS,
+        ("sharding makes the difference", "linear.weight is furthest away"), kind="rows", adapter="LostGradient",
+        options=TWO_RANKS,
     ),
     Fault(
         "redrawn_activations", "a recomputed activation is drawn anew", "layouts",
-        ("checkpointing makes the difference",), adapter="RedrawnActivations",
+        ("checkpointing makes the difference",), kind="rows", adapter="RedrawnActivations",
         changes={"actor.model.gradient_checkpointing": True},
     ),
     Fault(
         "half_offsets", "rows told apart by numbers too large for bf16", "layouts", ("precision makes the difference",),
-        adapter="HalfOffsets", changes={"actor.model.precision": "bf16"},
+        kind="rows", adapter="HalfOffsets", changes={"actor.model.precision": "bf16"},
     ),
     Fault(
         "rounded_batches", "batches rounded to bf16 on several ranks alone", "layouts",
         ("several ranks part from one process", "precision makes the difference"), plugin="rounded_batches.py",
-        adapter="Regressor", changes={"actor.model.precision": "bf16"}, options=TWO_RANKS,
+        kind="rows", adapter="Regressor", changes={"actor.model.precision": "bf16"}, options=TWO_RANKS,
     ),
     Fault("compiled", "a shortcut where the model is compiled", "layouts", ("compile makes the difference",), "qwen2",
           plugin="compiled_otherwise.py", changes={"actor.model.compile": True}),
     Fault("centred_parts", "a mean over a tensor rank's part", "layouts", ("tensor makes the difference",), "qwen2",
           plugin="centred_parts.py", options=TWO_RANKS,
           changes={"actor.parallel.tensor": 2, "runner.nproc_per_node": 2}),
-    Fault("mean_of_tokens", "a mean over a sequence rank's tokens", "layouts", ("sequence makes the difference",),
-          "qwen2", plugin="mean_of_tokens.py", options=TWO_RANKS,
+    Fault("mean_of_tokens", "a mean over a sequence rank's tokens", "layouts", ("cannot share sequences",),
+          "qwen2", plugin="mean_of_tokens.py", options=TWO_RANKS, refused=True,
           changes={"actor.parallel.sequence": 2, "actor.micro_batch_size": 1, "runner.nproc_per_node": 2}),
     Fault("offloaded_gradients", "offloaded gradients rounded to bf16", "layouts", ("offload makes the difference",),
           "qwen2", plugin="offloaded_gradients.py", changes={"actor.fsdp_config.cpu_offload": True}, options=TWO_RANKS),
@@ -221,7 +227,7 @@ def recipe_of(fault: Fault, folder: Path, *, planted: bool) -> dict[str, Any]:
         "runner": {"logger": {"log_path": str(folder / "runs"), "experiment_name": fault.name}},
     }
     if fault.kind == "rows":
-        kind = fault.adapter if planted and fault.adapter is not None else "Regressor"
+        kind = fault.adapter if planted else "Regressor"
         values["actor"]["model"]["adapter"] = f"{PLANTED / 'adapters.py'}:{kind}"
     elif fault.kind != "numbers":
         values["actor"]["model"]["model_path"] = str(inputs / "model")
@@ -258,7 +264,7 @@ def verify(fault: Fault, folder: Path, *, planted: bool) -> tuple[int, str, floa
 
 
 def is_found(fault: Fault, code: int, message: str) -> bool:
-    return code == 1 and all(word in message for word in fault.words)
+    return code == (2 if fault.refused else 1) and all(word in message for word in fault.words)
 
 
 @dataclass(frozen=True, slots=True)
