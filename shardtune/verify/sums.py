@@ -10,6 +10,7 @@ import torch
 
 from shardtune.batch import Batch
 from shardtune.models.adapter import LanguageRoot, WholeStepAdapter
+from shardtune.training.worker.loss_probe import ALONE, MEAN
 from shardtune.verify.buffers import check_moving_buffers
 from shardtune.verify.kit import PARITY, Kit
 from shardtune.verify.masks import maskings, partial_maskings
@@ -106,13 +107,7 @@ def _check_totals(trial: Trial, reference: Measured, measured: Measured, one: st
         raise Failed(
             f"the term {term!r} is {total:.8g} in sum {one} and {found:.8g} with {other} (ratio {ratio:.4g})",
             where=f"{type(trial.adapter).__name__}.loss",
-            remedy=(
-                "this looks like a mean: return the sum over targets (reduction='sum') and its weight, and divide by "
-                "nothing, neither the rows of the batch nor its targets"
-                if looks_mean
-                else "let each row's share depend on that row alone: no means over the batch, no padding that counts, "
-                "no state of the adapter's; a loss of all rows of a step is a WholeStepAdapter's"
-            ),
+            remedy=MEAN if looks_mean else ALONE,
         )
 
 

@@ -27,6 +27,7 @@ REPEATED = {"cpu": 0.0}
 ELSEWHERE = 1e-3
 GROSS = 0.05
 """Of the sum of two losses: more than the rounding of half precision changes in them together."""
+# Remedies for a loss that is no sum over rows, here and in `verify/sums.py`.
 MEAN = (
     "this looks like a mean: return the sum over targets (reduction='sum') and its weight, and divide by nothing, "
     "neither the rows of the batch nor its targets"
