@@ -127,12 +127,12 @@ class AdapterTask(CachedRowsTask):
 
     def probe_loss(self, model: nn.Module, device: torch.device) -> list[str]:
         samples, evaluates = self._longest_rows(), bool(self.prepared.evals)
-        if not self._adds_up(samples):
+        if not self._may_try(samples):
             return []
         return probe_loss(model, root_of(model), self.adapter, samples, device, evaluates=evaluates)
 
-    def _adds_up(self, samples: Sequence[Sample]) -> bool:
-        """Whether the loss of a class of the user's has to be a sum over rows that share forwards."""
+    def _may_try(self, samples: Sequence[Sample]) -> bool:
+        """Whether these two rows may share a forward, and the loss of the user's adapter is a sum over rows."""
         adapter, actor = self.adapter, self.recipe.actor
         own = not type(adapter).__module__.startswith("shardtune.") and not isinstance(adapter, CausalLM)
         most = actor.max_tokens_per_micro_batch
