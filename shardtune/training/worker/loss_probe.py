@@ -77,6 +77,8 @@ def probe_loss(
     if together is None:
         return notes
     for term, total in together.items():
+        if any(term not in losses for losses in alone):  # training refuses what its rows lack
+            continue
         one, other = alone[0][term], alone[1][term]
         if not _adds_up(total, one, other):
             between = min(one, other) <= total <= max(one, other)

@@ -108,6 +108,17 @@ class Normed(Sum):
         return F.mse_loss(model(batch["x"]), batch["y"] + 0 * scaled.sum(), reduction="sum")
 
 
+class Terms(Sum):
+    def weights(self, sample):
+        return {"all": 1.0, "high": float(sample.fields["y"][0] > 3)}
+
+    def loss(self, model, batch):
+        high = batch["y"][:, 0] > 3
+        errors = (model(batch["x"]) - batch["y"])[:, 0].square()
+        found = {"all": LossSum(errors.sum(), len(errors))}
+        return found | ({"high": LossSum(errors[high].sum(), int(high.sum()))} if len(errors) > 1 else {})
+
+
 class Broken(Sum):
     def total(self, model, batch):
         total = super().total(model, batch)
@@ -195,6 +206,10 @@ def test_metrics_are_those_of_runs_with_evaluation_rows(tmp_path: Path, capfd: p
 
 def test_rows_that_never_share_a_forward_are_not_compared(tmp_path: Path) -> None:
     shardtune.train(recipe(tmp_path, "Mean", micro_batch_size=1))
+
+
+def test_a_term_that_rows_alone_lack_is_not_compared(tmp_path: Path) -> None:
+    shardtune.train(recipe(tmp_path, "Terms"))
 
 
 def losses(run: Path) -> list[float]:
