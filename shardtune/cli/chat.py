@@ -219,6 +219,9 @@ def chat(
         except KeyboardInterrupt:  # drop the question and its answer, and continue
             console.print()
             continue
+        except DataError as error:
+            console.print(f"{printable(error.what)}; /reset begins another conversation", markup=False)
+            continue
         messages, images = [*turns, {"role": "assistant", "content": answer}], []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
 
 import numpy as np
@@ -16,11 +16,19 @@ from transformers.generation.streamers import BaseStreamer
 from shardtune.batch import Prompt
 from shardtune.batch.seeds import derive_seed, seed_torch
 from shardtune.data.chat.reasoning import CLOSE
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, DataError
 from shardtune.launch.progress import GENERATION, PROGRESS
 from shardtune.models.adapter import LanguageRoot
 from shardtune.models.generation_settings import num_beams, stop_strings
 from shardtune.parallel.ranks import Ranks
+
+SETTINGS: Sequence[tuple[str, tuple[type, ...], Callable[[float], bool], str]] = (
+    ("max_new_tokens", (int, np.integer), lambda value: value >= 1, "a whole number, 1 or more"),
+    ("temperature", (int, float, np.number), lambda value: value >= 0, "a number, 0 (greedy) or more"),
+    ("top_p", (int, float, np.number), lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    ("seed", (int, np.integer), lambda value: True, "a whole number"),
+)
+"""Of `Sampling`: name, types, whether a value fits, and what does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,13 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        given = asdict(self)
+        for name, kinds, fits, form in SETTINGS:
+            value = given[name]
+            if isinstance(value, bool) or not isinstance(value, kinds) or not fits(value):
+                raise ConfigError(f"{name} is {value!r}", where=f"sampling: {name}", remedy=f"give {form}")
 
 
 class Generator:
@@ -101,10 +116,14 @@ class Generator:
 
         Args:
             prompts: to be continued.
-            sampling: how answers are sampled.
+            sampling: how answers are sampled. An answer ends where the model's positions do.
             poll: called before each batch, by all ranks alike.
             streamer: a transformers streamer, for a single prompt.
+
+        Raises:
+            DataError: a prompt has no tokens, or leaves no position for an answer.
         """
+        room = [self._room(prompt, number, sampling) for number, prompt in enumerate(prompts, 1)]
         order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].tokens), number))
         companion = self._root.companion_prompt(prompts)
         num_ranks = self._ranks.num_data_ranks
@@ -118,8 +137,9 @@ class Generator:
         rounds: list[list[list[int]]] = []
         was_training = self._root.training
         self._root.eval()
-        for kind in (None, False, True):
-            own = [number for number in order if kinds[number] is kind]
+        # Prompts that leave less room have one length each, so that the other answers of a batch are no limit.
+        for kind, space in itertools.product((None, False, True), sorted(set(room), reverse=True)):
+            own = [number for number in order if kinds[number] is kind and room[number] == space]
             size = rows if kind is None else 1
             together = self._batched([prompts[number] for number in own], companion) if size > 1 else [len(own)]
             batches, start = [], 0
@@ -136,12 +156,32 @@ class Generator:
             numbers = batches[0] if idle else batches[self._ranks.data_rank]
             seed_torch(derive_seed(sampling.seed, place * num_ranks + self._ranks.data_rank, "generate"))
             with PROGRESS.during(GENERATION):
-                written = self._answer([prompts[number] for number in numbers], companion, sampling, streamer)
+                limited = replace(sampling, max_new_tokens=room[numbers[0]])
+                written = self._answer([prompts[number] for number in numbers], companion, limited, streamer)
             if not idle:
                 mine.extend(zip(numbers, written, strict=True))
         self._root.train(was_training)
         found = dict(pair for part in self._ranks.gather(mine) for pair in part)
         return [found[number] for number in range(len(prompts))]
+
+    def _room(self, prompt: Prompt, number: int, sampling: Sampling) -> int:
+        """The most tokens that an answer to a prompt may have."""
+        length, positions = len(prompt.tokens), self._root.max_positions
+        if not length:
+            raise DataError(
+                "the prompt has no tokens, so there is nothing to continue",
+                where=f"prompt {number:,}",
+                remedy="write some text; the tokenizer has no token that begins every text",
+            )
+        if positions is None:
+            return sampling.max_new_tokens
+        if length >= positions:
+            raise DataError(
+                f"the prompt has {length:,} tokens, and the model takes {positions:,} with the answer",
+                where=f"prompt {number:,}",
+                remedy=f"shorten it to {positions - 1:,} tokens or fewer",
+            )
+        return min(sampling.max_new_tokens, positions - length)
 
     def _batched(self, prompts: list[Prompt], companion: Prompt | None) -> list[int]:
         """How many prompts, sorted by length, may be in a batch one after the other: all, or those of each length."""

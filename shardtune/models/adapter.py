@@ -459,6 +459,11 @@ class LanguageModel(Adapter):
         """
         return None
 
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens that the model has positions for, of a prompt and its answer together; None: any number."""
+        return None
+
     def prompts_apart(self, prompt: Prompt) -> bool | None:
         """Whether prompts cannot be continued in a batch, as the model computes each in a way of its own; None if they
         can. Two prompts for which it is True and False call other parts of the model."""
@@ -593,6 +598,10 @@ class LanguageRoot(AdapterRoot):
 
     def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
         return self._language.companion_prompt(prompts)
+
+    @property
+    def max_positions(self) -> int | None:
+        return self._language.max_positions
 
     def prompts_apart(self, prompt: Prompt) -> bool | None:
         return self._language.prompts_apart(prompt)

@@ -458,11 +458,20 @@ class CausalLM(LanguageModel):
             return ""
         return f"{limit.reason}, and a row has {self._longest_row:,} tokens, more than {limit.tokens:,}"
 
-    def check_rows(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:
-        """Refuse rows of more tokens than the model has positions for, and keep the length of the longest."""
+    def _positions(self) -> tuple[str, int | None]:
+        """The name of the key by which the config limits positions, and how many there are; None: any number."""
         text = self.config.get_text_config()
         own_name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         positions = text.to_dict().get(own_name)
+        return own_name, positions if isinstance(positions, int) and positions > 0 else None
+
+    @property
+    def max_positions(self) -> int | None:
+        return self._positions()[1]
+
+    def check_rows(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:
+        """Refuse rows of more tokens than the model has positions for, and keep the length of the longest."""
+        own_name, positions = self._positions()
         longest = int(lengths.argmax())
         self._longest_row = max(self._longest_row, int(lengths[longest]))
         too_long = self._beyond_packing() if self._packs_proved else ""
@@ -472,7 +481,7 @@ class CausalLM(LanguageModel):
                 where=locate(longest),
                 remedy=f"lower data.max_length to {self._packing_limit.tokens}",
             )
-        if isinstance(positions, int) and lengths[longest] > positions:
+        if positions is not None and lengths[longest] > positions:
             raise ModelError(
                 f"a row has {int(lengths[longest]):,} tokens, the model takes {positions:,} ({own_name})",
                 where=locate(longest),

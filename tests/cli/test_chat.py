@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shardtune.cli.chat import chat
+from shardtune.errors import DataError
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.run import Run
 
@@ -27,7 +28,7 @@ class Encoder:
 
 
 class Worker:
-    """Answers `re <turn>`; breaks off at "stop"."""
+    """Answers `re <turn>`; breaks off at "stop", and has no room at "long"."""
 
     def chat_encoder(self) -> Encoder:
         return Encoder()
@@ -39,6 +40,8 @@ class Worker:
         last = asked[-1][-1].removeprefix("user: ")
         if last == "stop":
             raise KeyboardInterrupt
+        if last == "long":
+            raise DataError("the prompt has 9 tokens, and the model takes 8 with the answer", where="prompt 1")
         return [f"re {last}"]
 
 
@@ -81,3 +84,10 @@ def test_an_empty_line_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_answer_that_is_broken_off_was_never_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert talk(monkeypatch, "a", "stop", "b")[-1] == ["user: a", "assistant: re a", "user: b"]
+
+
+def test_a_turn_beyond_the_models_positions_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(monkeypatch, "a", "long", "b")[-1] == ["user: a", "assistant: re a", "user: b"]
+    assert "the model takes 8 with the answer; /reset begins another conversation" in " ".join(capsys.readouterr().out.split())

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from shardtune.batch import Prompt, Sample
 from shardtune.data.loader.packing import pack
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, DataError
 from shardtune.evaluate.generate import Generator, Matcher, Sampling
 from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
@@ -85,6 +85,43 @@ def test_answers_do_not_depend_on_the_batches() -> None:
     root = packed(tiny.model("mistral"))
     sampling = Sampling(max_new_tokens=8)
     assert answers(root, PROMPTS, sampling, rows=1) == answers(root, PROMPTS, sampling, rows=64)
+
+
+def test_an_answer_ends_where_the_models_positions_do() -> None:
+    """Learned positions have an end; what an answer may have beside longer prompts, it has alone."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2)).eval()
+    reference = [alone(model, prompt, min(12, 32 - len(prompt))) for prompt in PROMPTS]
+    assert answers(packed(model), PROMPTS, Sampling(max_new_tokens=12), rows=6) == reference
+    assert [len(answer) for answer in reference] == [12, 11, 12, 12, 2, 12]
+
+
+@pytest.mark.parametrize(
+    ("length", "says"), [(32, "prompt has 32 tokens, and the model takes 32 with the answer"), (0, "has no tokens")]
+)
+def test_a_prompt_without_tokens_or_without_room_for_an_answer_is_named(length: int, says: str) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(DataError, match=says) as found:
+        answers(packed(model), [PROMPTS[0], np.full(length, 5, np.int32)], Sampling(2))
+    assert found.value.where == "prompt 2"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": "1"},
+        {"top_p": 2.0},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 2.5},
+        {"seed": 1.5},
+    ],
+)
+def test_settings_of_sampling_that_are_none_are_refused(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is {value!r}")):
+        Sampling(**given)
 
 
 def test_generation_ends_where_all_answers_have() -> None:
