@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.arguments import Checkpoint, Trust
+from shardtune.cli.json_text import json_text
 from shardtune.errors import ConfigError, ShardtuneError
 
 Target = Annotated[
@@ -72,7 +73,7 @@ def act(
         actions = policy.predict_action_chunk(observation)
         value = {"value": policy.value(observation)} if policy.has_values else {}
     if as_json:
-        typer.echo(json.dumps({"actions": actions.tolist(), **value}))
+        typer.echo(json_text({"actions": actions.tolist(), **value}))
         return
     if value:
         typer.echo(f"value {value['value']:.6g}", err=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from shardtune.cli.json_text import json_text
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import Row, RowError, caused_by
@@ -22,13 +23,16 @@ from shardtune.data.json_rows import DECODER, RepeatedKeyError
 from shardtune.data.row_formats import ARGUMENTS, read_arguments
 from shardtune.data.row_prompts import PROMPT_KEYS, read_row_prompt
 from shardtune.data.sources.inference_rows import PREPARED, InferenceRows, dropped_note
-from shardtune.errors import CONTROL, DataError, printable
+from shardtune.errors import DataError, printable
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.run import Run, answering
 
 Message: TypeAlias = dict[str, object]
 ROWS = f"give JSON lines whose rows have one of {', '.join(PROMPT_KEYS)}: text, or messages with role and content"
 MEDIA = ("images", "image", "tools", ARGUMENTS)
+COMMANDS = (
+    "/reset clears the conversation, /image PATH adds an image to the next turn, an empty line or Ctrl-D ends the chat"
+)
 WRITTEN = ("row", "prompt", "answer")
 """Keys of each line of answers; a row's own keys of these names are written with `given_` before them."""
 
@@ -130,7 +134,7 @@ def answer_line(question: Question, answer: str) -> str:
     if question.reference is not None:
         given["reference"] = question.reference
     row = {**question.kept, "prompt": question.prompt, **given, "answer": answer}
-    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False))
+    return json_text(row)
 
 
 class Streamer(TextStreamer):
@@ -191,6 +195,8 @@ def chat(
     if encoder.template is None:
         raise missing_template(str(run.dir))
     generator = worker.generator()
+    if system or template_kwargs:
+        _check_opening(encoder, system, template_kwargs)
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages, images = list(opening), list[str]()
     while True:
@@ -203,6 +209,9 @@ def chat(
             return
         if text == "/reset":
             messages, images = list(opening), []
+            continue
+        if _is_no_command(text):
+            console.print(f"{printable(text)} is no command: {COMMANDS}", markup=False)
             continue
         if text == "/image" or text.startswith("/image "):
             images += _check_image(text.removeprefix("/image").strip(), encoder, console)
@@ -223,6 +232,26 @@ def chat(
             console.print(f"{printable(error.what)}; /reset begins another conversation", markup=False)
             continue
         messages, images = [*turns, {"role": "assistant", "content": answer}], []
+
+
+def _is_no_command(text: str) -> bool:
+    """Whether a turn is a single word like those of commands, or begins with one of them, and is none."""
+    word, _, rest = text.partition(" ")
+    known = word == "/image" or text == "/reset"
+    return not known and re.fullmatch(r"/[a-z]+", word) is not None and (not rest or word == "/reset")
+
+
+def _check_opening(encoder: ChatEncoder, system: str | None, template_kwargs: Mapping[str, object]) -> None:
+    """Refuse options that the chat template does not take, before the first turn is typed."""
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    try:
+        encoder.prompt([*opening, {"role": "user", "content": "Hi"}], template_kwargs=template_kwargs)
+    except Exception as error:
+        raise DataError(
+            caused_by(error, system).reason,
+            where="shardtune chat",
+            remedy="leave out --system or --template-kwargs, whichever the chat template does not take",
+        ) from error
 
 
 def _check_image(path: str, encoder: ChatEncoder, console: Console) -> list[str]:

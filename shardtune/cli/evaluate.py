@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +10,7 @@ import typer
 
 from shardtune.cli.arguments import Checkpoint, Trust
 from shardtune.cli.first_rank import is_first_rank
+from shardtune.cli.json_text import json_text
 from shardtune.cli.starting import importing
 from shardtune.cli.words import split_words, without_flags
 from shardtune.errors import ConfigError
@@ -48,9 +49,23 @@ def evaluate(
         )
     if path is not None and (Path(path) / "config.json").is_file():
         path, overrides = None, without_flags([f"--model={path}"], []) + overrides
+    _check_one_model(path, overrides, checkpoint)
     with importing():
         from shardtune.run.evaluation import evaluate as run_evaluation
 
     metrics = run_evaluation(path, *overrides, checkpoint=checkpoint, trust=trust or ())
     if metrics and is_first_rank():
-        typer.echo(json.dumps(metrics, indent=2))
+        typer.echo(json_text(metrics, indent=2))
+
+
+def _check_one_model(path: str | None, overrides: Sequence[str], checkpoint: str) -> None:
+    """Refuse another model beside the final one of a run, which is what is evaluated."""
+    named = [word for word in overrides if word.partition("=")[0].removeprefix("actor.") == "model.model_path"]
+    if path is not None and Path(path).is_dir() and named and checkpoint == "final":
+        model = named[0].partition("=")[2]
+        raise ConfigError(
+            f"{path} is a run, whose final model is evaluated, and {model} is a second model",
+            where=named[0],
+            remedy=f"leave one of them out: shardtune eval {path}, or shardtune eval --model {model} --eval_data "
+            "rows.jsonl",
+        )

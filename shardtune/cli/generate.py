@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,10 +26,12 @@ from shardtune.cli.arguments import (
 )
 from shardtune.cli.first_rank import is_first_rank
 from shardtune.cli.starting import importing
-from shardtune.cli.words import refuse_keys
-from shardtune.errors import ConfigError, printable
+from shardtune.cli.words import refuse_keys, refuse_models
+from shardtune.data.json_rows import DECODER, RepeatedKeyError
+from shardtune.errors import ConfigError, ShardtuneError, printable
 
 if TYPE_CHECKING:
+    from shardtune.cli.chat import Question
     from shardtune.evaluate.generate import Sampling
 
 OPTIONS: Mapping[str, str] = {
@@ -112,19 +115,33 @@ def generate(
         questions, notes = read_prompts(file, source.rows_as_trained(prepared=prepared))
         for note in notes if is_first_rank() else ():
             typer.echo(f"generate: {note}", err=True)
-    answers = source.generate(
-        [question.prompt for question in questions],
-        checkpoint=checkpoint,
-        system=system,
-        sampling=_sampling("generate", max_new_tokens, temperature, top_p, seed),
-        raw=[raw or question.raw for question in questions],
-        images=[question.images for question in questions],
-        tools=[question.tools for question in questions],
-        folder=file.parent if file else None,
-        template_kwargs=[{**given, **question.template_kwargs} for question in questions],
-    )
+    with _rows_in_errors(file, questions):
+        answers = source.generate(
+            [question.prompt for question in questions],
+            checkpoint=checkpoint,
+            system=system,
+            sampling=_sampling("generate", max_new_tokens, temperature, top_p, seed),
+            raw=[raw or question.raw for question in questions],
+            images=[question.images for question in questions],
+            tools=[question.tools for question in questions],
+            folder=file.parent if file else None,
+            template_kwargs=[{**given, **question.template_kwargs} for question in questions],
+        )
     for question, answer in zip(questions, answers, strict=True) if is_first_rank() else ():
         typer.echo(answer_line(question, answer) if file else printable(answer))
+
+
+@contextmanager
+def _rows_in_errors(file: Path | None, questions: Sequence[Question]) -> Iterator[None]:
+    """Errors on a prompt of a file name its line: lines that are empty or dropped are no prompts."""
+    try:
+        yield
+    except ShardtuneError as error:
+        found = re.fullmatch(r"prompt ([\d,]+)", error.where or "")
+        if file is None or found is None:
+            raise
+        row = questions[int(found[1].replace(",", "")) - 1].kept["row"]
+        raise type(error)(error.what, where=f"{file}:{row}", remedy=error.remedy) from error
 
 
 def _check_asked(
@@ -202,7 +219,9 @@ def chat(
 def _template_kwargs(text: str | None) -> dict[str, object]:
     """The values of the option `--template-kwargs`."""
     try:
-        found = json.loads(text or "{}")
+        found = DECODER.decode(text or "{}")
+    except RepeatedKeyError as error:
+        raise ConfigError(str(error), where="--template-kwargs", remedy="leave one of them") from error
     except ValueError:
         found = None
     if isinstance(found, dict):
@@ -230,4 +249,5 @@ def _target(command: str, words: list[str] | None, model: str | None, adapter: s
             where=f"shardtune {command}",
             remedy=f"shardtune {command} runs/recipe, or a model: shardtune {command} Qwen/Qwen3-0.6B",
         )
+    refuse_models(command, named[1:], AS_TEXT[command])
     return named[0], named[1:]

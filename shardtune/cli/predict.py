@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +9,13 @@ import typer
 
 from shardtune.cli.arguments import Checkpoint, Prepared, Trust, prepared_without_file
 from shardtune.cli.first_rank import is_first_rank
+from shardtune.cli.json_text import json_text
 from shardtune.cli.starting import importing
-from shardtune.cli.words import refuse_keys
+from shardtune.cli.words import refuse_keys, refuse_models
 from shardtune.errors import ConfigError
+
+AS_TEXT = 'a row {{"text": …}} of --file with {}'
+"""How a word is given to the model as a text, where it is refused among the arguments."""
 
 
 def predict(
@@ -48,7 +51,8 @@ def predict(
     shardtune predict exported "what a film"
     ```
     """
-    refuse_keys("predict", [str(run), *(text or ())], {}, 'a row {{"text": …}} of --file with {}')
+    refuse_keys("predict", [str(run), *(text or ())], {}, AS_TEXT)
+    refuse_models("predict", text or (), AS_TEXT)
     if bool(text) == (file is not None):
         raise ConfigError(
             "a text and --file exclude each other" if text else "there is no text and no --file",
@@ -72,4 +76,4 @@ def predict(
 
     for line in source.predictions(rows, checkpoint=checkpoint, prepared=prepared or as_they_are, report=note):
         if shown:
-            typer.echo(json.dumps(line, ensure_ascii=False, default=str))
+            typer.echo(json_text(line))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shlex
 from collections import deque
@@ -20,6 +21,8 @@ UNQUOTED = re.compile(r"[\w./:+%*@?|-]+|[\[{\"'].*|.*\$\{.*", re.DOTALL)
 """Values that Hydra's grammar reads as they are, or that are written in it."""
 FORMS: Mapping[str, str] = {"runner.push_to_hub": "OWNER/NAME"}
 """How a value is written, for the message about a flag that is a switch in other trainers."""
+OF_MODELS = ("config.yaml", "config.json", "adapter_config.json")
+"""Files of which the directory of a run or of a model has one."""
 DOTTED = re.compile(r"\w+(\.\w+)+")
 
 
@@ -72,6 +75,23 @@ def refuse_keys(command: str, words: Sequence[str], options: Mapping[str, str], 
             where=word,
             remedy=f"{instead}; as a text to the model: {as_text.format(shlex.quote(word))}",
         )
+
+
+def refuse_models(command: str, words: Sequence[str], as_text: str) -> None:
+    """Refuse the directory of a run or a model where words are texts that the model reads.
+
+    Args:
+        command: which takes one of them.
+        words: the texts.
+        as_text: how the word itself is written as a text; `{}` stands for it.
+    """
+    for word in words:
+        if any(_is_file(os.path.join(word, name)) for name in OF_MODELS):
+            raise ConfigError(
+                f"{command} takes one run or model, and {word} is a second one",
+                where=word,
+                remedy=f"leave one of them out; as a text to the model: {as_text.format(shlex.quote(word))}",
+            )
 
 
 def _is_file(word: str) -> bool:

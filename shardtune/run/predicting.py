@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardtune.batch import Sample
-from shardtune.data.encoder import Row, RowError
+from shardtune.data.encoder import Row, RowError, caused_by
 from shardtune.data.sources.inference_rows import InferenceRows, dropped_note
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, DataError
@@ -88,8 +88,9 @@ def _encoded(
                     if prepared is not None:
                         yield prepared, *_sample(worker.adapter, prepared)
                         unread |= dict.fromkeys(worker.adapter.without_part(prepared))
-                except RowError as error:
-                    raise DataError(error.reason, where=where, remedy="mend the row, or take it out") from error
+                except Exception as error:  # a tokenizer may raise anything for what it does not expect
+                    reason = caused_by(error, row).reason
+                    raise DataError(reason, where=where, remedy="mend the row, or take it out") from error
                 dropped += prepared is None
     if dropped:
         report(dropped_note(dropped))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shardtune.cli.chat import chat
+from shardtune.data.encoder import RowError
 from shardtune.errors import DataError
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.run import Run
@@ -73,6 +74,25 @@ def test_reset_forgets_all_but_the_system_turn(monkeypatch: pytest.MonkeyPatch) 
     assert talk(monkeypatch, "a", "/reset", "b", system="s")[-1] == ["system: s", "user: b"]
 
 
+def test_a_word_like_a_command_is_no_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = talk(monkeypatch, "/help", "/reset now", "/etc is a folder", "/2")
+    assert turns[-1] == ["user: /etc is a folder", "assistant: re /etc is a folder", "user: /2"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "/help is no command: /reset clears the conversation" in printed
+    assert "/reset now is no command" in printed
+
+
+def test_options_that_the_template_does_not_take_are_refused_before_the_first_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def prompt(messages: list[dict[str, Any]], template_kwargs: Mapping[str, object]) -> np.ndarray:
+        raise RowError("the template takes no system turn")
+
+    monkeypatch.setattr(Encoder, "prompt", staticmethod(prompt))
+    with pytest.raises(DataError, match="takes no system turn"):
+        talk(monkeypatch, "a", system="s")
+
+
 def test_the_end_of_input_ends_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     talk(monkeypatch)
     assert capsys.readouterr().out.endswith("\n")
@@ -90,4 +110,6 @@ def test_a_turn_beyond_the_models_positions_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert talk(monkeypatch, "a", "long", "b")[-1] == ["user: a", "assistant: re a", "user: b"]
-    assert "the model takes 8 with the answer; /reset begins another conversation" in " ".join(capsys.readouterr().out.split())
+    assert "the model takes 8 with the answer; /reset begins another conversation" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shardtune.cli.commands import app
@@ -25,10 +27,33 @@ from shardtune.evaluate.generate import Sampling
         (["generate", "runs/x", "a.b=c", "--prepared"], "--prepared is about the rows of --file"),
         (["generate", "runs/x", "--prompt", "optim.lr=3", "--prepared"], "--prepared is about the rows of --file"),
         (["chat", "runs/x", "optim.lr=3"], r"chat takes no overrides of keys, and optim\.lr"),
+        (["chat", "runs/x", "--template-kwargs", '{"a": 1, "a": 2}'], "the key 'a' is there twice"),
         (["predict", "runs/x", "a text", "micro_batch_size=3"], "predict takes no overrides of keys"),
     ],
 )
 def test_options_that_exclude_each_other(words: list[str], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        app(words, standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["generate", "runs/x", "--model", "m", "--prompt", "a"], "generate takes one run or model, and runs/x is a"),
+        (["generate", "m", "runs/x", "--prompt", "a"], "generate takes one run or model, and runs/x is a second one"),
+        (["chat", "runs/x", "--model", "m"], "chat takes one run or model, and runs/x is a second one"),
+        (["predict", "m", "runs/x"], "predict takes one run or model, and runs/x is a second one"),
+        (
+            ["eval", "runs/x", "--model", "m"],
+            "runs/x is a run, whose final model .* m is a second model",
+        ),
+        (["eval", "runs/x", "actor.model.model_path=m"], "and m is a second model"),
+    ],
+)
+def test_two_models_are_refused(words: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=what):
         app(words, standalone_mode=False)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardtune.cli.chat import answer_line, read_prompts
+from shardtune.cli.generate import _rows_in_errors
 from shardtune.config.schema.data import DataConfig
 from shardtune.data.sources.inference_rows import InferenceRows
 from shardtune.data.sources.transform import load_transform
@@ -79,6 +80,15 @@ def test_a_row_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to answer") as told:
         read_prompts(file, InferenceRows())
     assert told.value.where == f"{file}:2"
+
+
+def test_an_error_on_a_prompt_names_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "Q"}\n\n{"prompt": "Q"}\n')
+    questions, _ = read_prompts(file, InferenceRows())
+    with pytest.raises(DataError, match="no character") as told, _rows_in_errors(file, questions):
+        raise DataError("this is no character", where="prompt 2", remedy="mend it")
+    assert (told.value.where, told.value.remedy) == (f"{file}:3", "mend it")
 
 
 def test_rows_are_read_as_training_read_them(tmp_path: Path) -> None:

@@ -47,9 +47,12 @@ def value_of(row: Row, names: Sequence[str], what: str, form: str) -> Any:
     Raises:
         RowError: it has none of them.
     """
+    empty = next((name for name in names if name in row), None)
     row, name = present(row), column_of(row, names)
     if name is not None:
         return row[name]
+    if empty is not None:
+        raise RowError(f"{empty!r} ({what}) is null")
     raise RowError(
         f"the row has no {names[0]!r} ({what}), it has {', '.join(map(str, row)) or 'no column'}.\n"
         f"    Rows of this task are {form}.\n"

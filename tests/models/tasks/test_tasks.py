@@ -291,7 +291,7 @@ def test_the_command_names_file_and_row(folder: Path):
     found = run_cli("train", str(file))
     assert found.code == 2
     assert "no-label.jsonl: row 6" in found.err
-    assert "the row has no 'label'" in found.err
+    assert ") is null" in found.err
     assert not (folder / "runs" / "sequence_classifier-no-label").exists()
 
 
@@ -644,6 +644,22 @@ def test_an_adapter_holds_the_head_and_loads_with_peft(folder: Path, adapted: sh
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card
     assert "AutoModelForSequenceClassification.from_pretrained" in card
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"text": "\ud800 cat"}, r"U\+D800, half of a surrogate pair"),
+        ({"text": None}, r"'text' \(the text\) is null"),
+    ],
+)
+def test_a_row_that_no_prediction_is_for_is_named(
+    adapted: shardtune.Run, tmp_path: Path, row: dict[str, Any], says: str
+):
+    file = write(tmp_path / "rows.jsonl", [{"text": "red cat"}, row])
+    with pytest.raises(DataError, match=says) as found:
+        [*adapted.predictions(file, prepared=True)]
+    assert "rows.jsonl: row 2" in str(found.value.where)
 
 
 @pytest.mark.lengthy
