@@ -40,19 +40,24 @@ def evaluate(
     ```
     """
     path, overrides = split_words(target)
-    if path is None and not any(word.partition("=")[0].endswith("model_path") for word in overrides):
+    if path is None and not _models_in(overrides):
         raise ConfigError(
             f"there is nothing to evaluate: {' '.join(target)} names neither a run nor a recipe",
             where="RUN_OR_RECIPE",
             remedy="shardtune eval runs/recipe, or shardtune eval recipe.yaml, or a model and rows: shardtune eval "
             "--model Qwen/Qwen3-0.6B --eval_data rows.jsonl",
         )
-    if path is not None and (Path(path) / "config.json").is_file():
-        path, overrides = None, without_flags([f"--model={path}"], []) + overrides
-    _check_one_model(path, overrides, checkpoint)
     with importing():
+        from shardtune.run.described_task import task_overrides
         from shardtune.run.evaluation import evaluate as run_evaluation
+        from shardtune.run.plain_model import is_run
 
+    if path is not None and (Path(path) / "config.json").is_file() and not is_run(Path(path)):
+        overrides = [*without_flags([f"--model={path}"], []), *overrides]
+        path = None
+    _check_one_model(path, overrides, checkpoint)
+    if path is None:
+        overrides = [*task_overrides(_models_in(overrides)[-1].strip("'\""), overrides), *overrides]
     metrics = run_evaluation(path, *overrides, checkpoint=checkpoint, trust=trust or ())
     if metrics and is_first_rank():
         typer.echo(json_text(metrics, indent=2))
@@ -60,12 +65,18 @@ def evaluate(
 
 def _check_one_model(path: str | None, overrides: Sequence[str], checkpoint: str) -> None:
     """Refuse another model beside the final one of a run, which is what is evaluated."""
-    named = [word for word in overrides if word.partition("=")[0].removeprefix("actor.") == "model.model_path"]
-    if path is not None and Path(path).is_dir() and named and checkpoint == "final":
-        model = named[0].partition("=")[2]
+    models = _models_in(overrides)
+    if path is not None and Path(path).is_dir() and models and checkpoint == "final":
+        model = models[-1]
         raise ConfigError(
             f"{path} is a run, whose final model is evaluated, and {model} is a second model",
-            where=named[0],
+            where="model.model_path",
             remedy=f"leave one of them out: shardtune eval {path}, or shardtune eval --model {model} --eval_data "
             "rows.jsonl",
         )
+
+
+def _models_in(overrides: Sequence[str]) -> list[str]:
+    """The models that overrides name."""
+    words = (word.partition("=") for word in overrides)
+    return [value for key, _, value in words if key.lstrip("+").removeprefix("actor.") == "model.model_path"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from shardtune.checkpoint.atomic import read_json
+from shardtune.config import ModelConfig
+from shardtune.errors import ModelError
+from shardtune.models.pretrained import load_config, settings_directory
 from shardtune.models.tasks.sentence_transformers_files import MODULES, settings_of
 from shardtune.models.tasks.task import TASK_FILE
 
@@ -44,3 +49,25 @@ def described_task(directory: Path, config: PreTrainedConfig) -> dict[str, Any]:
     if not found or (found[0] == "seq2seq" and not config.is_encoder_decoder):
         return {}
     return {"model_type": found[0]}
+
+
+def task_overrides(model: str, overrides: Sequence[str]) -> list[str]:
+    """`described_task` as overrides of a recipe; none where other overrides choose the kind of the model.
+
+    Args:
+        model: its directory, or its name on the Hub.
+        overrides: `key=value`.
+    """
+    keys = {word.partition("=")[0].lstrip("+").removeprefix("actor.") for word in overrides}
+    if keys & {"model.model_type", "model.adapter"}:
+        return []
+    try:
+        config = load_config(ModelConfig(model_path=model))
+    except ModelError:  # the recipe has its own message, or may execute the code that comes with the model
+        return []
+    task = described_task(settings_directory(model) or Path(model), config)
+    options, kind = task.pop("options", {}), task.pop("model_type", None)
+    named = {f"actor.model.options.{key}": value for key, value in options.items()}
+    named |= {f"data.{key}": value for key, value in task.items()}
+    found = [f"{key}={json.dumps(value)}" for key, value in named.items()]
+    return found if kind is None else [f"actor.model.model_type={kind}", *found]

@@ -47,7 +47,7 @@ def load_run_or_model(target: str | Path, *, trust: Sequence[str] = ()) -> Run:
         ConfigError: it is none of them.
     """
     path = user_path(target, "RUN_OR_MODEL")
-    if _is_run(path) or _is_run(path.absolute().parent, path.name):
+    if is_run(path):
         return load_run(path, trust=trust)
     if path.is_dir():
         if (path / ADAPTER).is_file() or (path / SETTINGS).is_file():
@@ -56,6 +56,11 @@ def load_run_or_model(target: str | Path, *, trust: Sequence[str] = ()) -> Run:
     if exists(path) or not _may_be_on_hub(str(target)):
         raise _neither(path)
     return PlainModel(Path(target), trust=trust)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is a run, finished or not, or the `final/` of one."""
+    return _is_run(path) or _is_run(path.absolute().parent, path.name)
 
 
 def _is_run(folder: Path, name: str = FINAL) -> bool:

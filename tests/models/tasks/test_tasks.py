@@ -42,7 +42,7 @@ from shardtune.models.tasks.retrieval import ranks_of_right
 from shardtune.models.tasks.seq2seq import Draws
 from shardtune.models.tasks.task import TextTask
 from shardtune.parallel.meta_init import init_empty_weights
-from shardtune.run.described_task import described_task
+from shardtune.run.described_task import described_task, task_overrides
 from shardtune.run.plain_model import load_run_or_model
 from shardtune.run.plan.simulation import add_lora
 from shardtune.run.predicting import predict
@@ -681,6 +681,20 @@ def test_rows_are_read_as_in_training(adapted: shardtune.Run, tmp_path: Path):
     assert failed.code == 2
     assert "data.transform raised KeyError: 'text'" in failed.err
     assert "rows.jsonl: row 1" in failed.err
+
+
+def test_a_directory_without_a_run_is_evaluated_as_its_task(adapted: shardtune.Run, tmp_path: Path):
+    model = str(adapted.export(tmp_path / "merged", merge=True, check=False))
+    labels = [one["label"] for one in adapted.predict(SEEN)]
+    data = write(tmp_path / "rows.jsonl", [{**row, "label": name} for row, name in zip(SEEN, labels, strict=True)])
+    for words in ([model], [f"--model={model}"]):
+        printed = run_cli("eval", *words, f"data.eval_data_paths={data}", "model.precision=fp32")
+        assert json.loads(printed.out)["eval/accuracy"] == 1.0
+    assert task_overrides(model, [])[:2] == [
+        "actor.model.model_type=sequence_classifier",
+        'actor.model.options.labels=["bad", "fine", "good"]',
+    ]
+    assert task_overrides(model, ["model.model_type=reranker"]) == []
 
 
 @pytest.mark.lengthy
