@@ -21,7 +21,14 @@ RecipeWords = Annotated[
     ),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of each shortened run.")]
-Ranks = Annotated[str, typer.Option(help="Numbers of ranks on this machine, separated by commas.")]
+Ranks = Annotated[
+    str,
+    typer.Option(
+        help="Numbers of ranks on this machine, separated by commas, for elastic, parity and layouts; the others train "
+        "on the recipe's."
+    ),
+]
+NoRanks = Annotated[str | None, typer.Option(hidden=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON, and progress on stderr.")]
 
 SUMMARIES: Mapping[str, str] = {
@@ -33,6 +40,8 @@ SUMMARIES: Mapping[str, str] = {
     "export": "Load what a run leaves by transformers and PEFT alone: logits, answers, tokens and template alike.",
 }
 """The claims and what their commands do; `shardtune/verify/claims/table.py` has the checks of the same names."""
+OF_RANKS = ("elastic", "parity", "layouts", "all")
+"""Those that compare numbers of ranks."""
 ALL = "Check all claims about training on a recipe."
 
 
@@ -43,16 +52,20 @@ def add_claims(verify: typer.Typer) -> None:
 
 
 def _command(name: str, summary: str) -> Callable[..., None]:
-    def command(words: RecipeWords = None, steps: Steps = 6, ranks: Ranks = "1,2", json: Json = False) -> None:
-        path, overrides = split_words(words)
-        if path is None and not overrides:
-            raise ConfigError(
-                "no recipe is named",
-                where=f"shardtune verify {name}",
-                remedy=f"shardtune verify {name} RECIPE.yaml",
-            )
-        _check(name, path, overrides, steps, _numbers(ranks), as_json=json)
+    """The command of a claim; one that compares no ranks refuses `--ranks`."""
 
+    def on_ranks(words: RecipeWords = None, steps: Steps = 6, ranks: Ranks = "1,2", json: Json = False) -> None:
+        _check(name, words, steps, _numbers(ranks), as_json=json)
+
+    def on_those_of_the_recipe(
+        words: RecipeWords = None, steps: Steps = 6, ranks: NoRanks = None, json: Json = False
+    ) -> None:
+        if ranks is not None:
+            _refuse_ranks(name, ranks)
+        _check(name, words, steps, [], as_json=json)
+
+    compares = name in OF_RANKS
+    command = on_ranks if compares else on_those_of_the_recipe
     command.__doc__ = f"""{summary}
 
     Runs are made by the command `train` on the recipe, shortened: a few steps, few rows, a checkpoint after each step,
@@ -63,14 +76,28 @@ def _command(name: str, summary: str) -> Callable[..., None]:
 
     ```text
     shardtune verify {name} recipe.yaml
-    shardtune verify {name} recipe.yaml --steps 8 --ranks 1,2,4
+    shardtune verify {name} recipe.yaml --steps 8 {"--ranks 1,2,4" if compares else "runner.nproc_per_node=2"}
     shardtune verify {name} recipe.yaml optim.lr=1e-4 --json
     ```
     """
     return command
 
 
-def _check(name: str, path: str | None, overrides: list[str], steps: int, ranks: list[int], *, as_json: bool) -> None:
+def _refuse_ranks(name: str, ranks: str) -> None:
+    most = max(_numbers(ranks))
+    raise ConfigError(
+        f"{name} compares no numbers of ranks: it trains on those of the recipe",
+        where=f"--ranks {ranks}",
+        remedy=f"shardtune verify {name} RECIPE.yaml runner.nproc_per_node={most}",
+    )
+
+
+def _check(name: str, words: list[str] | None, steps: int, ranks: list[int], *, as_json: bool) -> None:
+    path, overrides = split_words(words)
+    if path is None and not overrides:
+        raise ConfigError(
+            "no recipe is named", where=f"shardtune verify {name}", remedy=f"shardtune verify {name} RECIPE.yaml"
+        )
     from rich.console import Console
 
     from shardtune.config import load_recipe

@@ -26,6 +26,10 @@ from shardtune.evaluate.generate import Sampling
         (["generate", "runs/x", "--file", "a.jsonl", "data.wrong=8"], r"takes no overrides of keys, and data\.wrong"),
         (["generate", "runs/x", "a.b=c", "--prepared"], "--prepared is about the rows of --file"),
         (["generate", "runs/x", "--prompt", "optim.lr=3", "--prepared"], "--prepared is about the rows of --file"),
+        *(
+            (["verify", name, "recipe.yaml", "--ranks", "1,2"], f"{name} compares no numbers of ranks(?s:.*)node=2")
+            for name in ("resume", "preempt", "export")
+        ),
         (["chat", "runs/x", "optim.lr=3"], r"chat takes no overrides of keys, and optim\.lr"),
         (["chat", "runs/x", "--template-kwargs", '{"a": 1, "a": 2}'], "the key 'a' is there twice"),
         (["predict", "runs/x", "a text", "micro_batch_size=3"], "predict takes no overrides of keys"),
