@@ -115,6 +115,11 @@ class CheckpointStore:
         best = pointed_to(self.folder / "best")
         return best if best is not None and fault_of(best) is None else None
 
+    def lost(self) -> dict[str, str]:
+        """Of `latest` and `best` those that name a checkpoint which is not there, and its name."""
+        named = {name: pointed_to(self.folder / name) for name in _POINTERS}
+        return {name: path.name for name, path in named.items() if path is not None and not path.is_dir()}
+
     def open(self) -> None:
         """Make the folder, with an id of the run; from now on it is not made again if it disappears (rank 0)."""
         self.folder.mkdir(parents=True, exist_ok=True)

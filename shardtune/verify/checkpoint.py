@@ -50,6 +50,10 @@ def verify_checkpoints(directory: Path, report: Callable[[Finding], None]) -> bo
         found = [_directory(directory)]
         report(found[0])
         return found[0].sound
+    if not directory.exists():
+        raise CheckpointError(
+            f"{directory} does not exist", where=str(directory), remedy="give a run directory: runs/<experiment_name>"
+        )
     store = CheckpointStore(directory / CHECKPOINTS)
     folders = store.all()
     if not folders and not (directory / FINAL).is_dir():
@@ -73,8 +77,11 @@ def _findings(directory: Path, store: CheckpointStore, folders: list[Path]) -> I
     run = store.run()
     for folder in folders:
         yield _checkpoint(folder, run)
+    lost = store.lost()
     for name, path in (("latest", store.latest()), ("best", store.best())):
-        if path is not None:
+        if name in lost:
+            yield Finding(f"{CHECKPOINTS}/{name}", f"names {lost[name]}, which is gone", sound=False)
+        elif path is not None:
             yield Finding(f"{CHECKPOINTS}/{name}", f"is {path.name}", sound=True)
     if (directory / FINAL).is_dir():
         yield _directory(directory / FINAL)

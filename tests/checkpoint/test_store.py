@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,6 +140,18 @@ def test_best_is_swapped_and_never_written_in_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         store.mark_best(3)
     assert store.resolve("best") == store.path(2)
+
+
+def test_a_name_of_a_checkpoint_that_is_gone_is_lost(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    assert store.lost() == {}
+    save(store, 1, best=True)
+    save(store, 2)
+    assert store.lost() == {}
+    shutil.rmtree(store.path(1))
+    assert store.lost() == {"best": "global_step_1"}
+    shutil.rmtree(store.path(2))
+    assert store.lost() == {"best": "global_step_1", "latest": "global_step_2"}
 
 
 @pytest.mark.parametrize("which", ["latest", "2", 2, "global_step_2", "latest/", "{folder}/global_step_2/", "{folder}"])

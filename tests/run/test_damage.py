@@ -253,6 +253,18 @@ def test_what_killed_exports_left_is_removed_by_the_next_one(tmp_path: Path, mon
     assert {path.name for path in tmp_path.iterdir()} == {".out.tmp-notes", ".other.tmp-0123abcd"}
 
 
+def test_a_newest_checkpoint_that_is_gone_is_found(stopped: Path) -> None:
+    shutil.rmtree(stopped / "checkpoints/global_step_3")
+    outcome = run_cli("verify", "checkpoint", str(stopped))
+    assert outcome.code == 1
+    assert "BAD  checkpoints/latest  names global_step_3, which is gone" in outcome.out
+
+
+def test_verify_checkpoint_of_a_path_that_is_not_there(tmp_path: Path) -> None:
+    outcome = run_cli("verify", "checkpoint", str(tmp_path / "misspelt"))
+    assert (outcome.code, "misspelt does not exist" in outcome.err) == (2, True), outcome.err
+
+
 def test_verify_checkpoint_of_what_is_no_run(tmp_path: Path) -> None:
     outcome = run_cli("verify", "checkpoint", str(tmp_path))
     assert outcome.code == 2
