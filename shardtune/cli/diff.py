@@ -16,7 +16,8 @@ def diff(
     exit_code: Annotated[
         bool,
         typer.Option(
-            "--exit-code", help="Exit with 1 unless rows, logged numbers and weights are bitwise the same; otherwise 0."
+            "--exit-code",
+            help="Exit with 1 unless rows, logged numbers and weights of final/ are compared and bitwise the same.",
         ),
     ] = False,
 ) -> None:

@@ -40,12 +40,7 @@ class Comparison:
     def same_numbers(self) -> bool:
         """Whether rows, logged numbers and weights are the same, and enough was recorded to know it."""
         known = self.numbers.first_common is not None and self.numbers.last[0] == self.numbers.last[1]
-        return (
-            known
-            and self.rows.step is None
-            and self.numbers.equal
-            and not (self.weights.differing or self.weights.alone)
-        )
+        return known and self.rows.step is None and self.numbers.equal and self.weights.equal
 
     def to_json(self) -> dict[str, object]:
         """Everything as JSON values; a number that is not finite is null."""
