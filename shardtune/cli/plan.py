@@ -40,7 +40,7 @@ def plan(
         int | None, typer.Option(min=2, help="Tokens of a row, in place of the data; by default data.max_length.")
     ] = None,
     tokens_per_second: Annotated[
-        float | None, typer.Option(min=1e-9, help="The rate of all ranks together, for the time.")
+        float | None, typer.Option(min=1e-9, max=1e15, help="The rate of all ranks together, for the time.")
     ] = None,
     rate_from: Annotated[
         Path | None, typer.Option("--rate-from", metavar="RUN", help="A run whose median rate is taken.")
@@ -49,7 +49,10 @@ def plan(
     gpu_tflops: Annotated[
         float | None,
         typer.Option(
-            "--gpu-tflops", min=1e-3, help="Peak of a GPU, for --mfu, 10^12 operations per second; 989 by default."
+            "--gpu-tflops",
+            min=1e-3,
+            max=1e9,
+            help="Peak of a GPU, for --mfu, 10^12 operations per second; 989 by default.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds.")] = False,
@@ -81,7 +84,7 @@ def plan(
         path,
         overrides,
         ranks=gpus,
-        memory=None if gpu_memory is None else size("--gpu-memory", gpu_memory),
+        memory=None if gpu_memory is None else _memory(gpu_memory),
         given=Given(None if tokens is None else round(size("--tokens", tokens)), length),
         speed=Speed(tokens_per_second, rate_from, mfu, (gpu_tflops or 989.0) * 1e12),
         report=lambda text: typer.echo(text, err=True),
@@ -123,6 +126,14 @@ def size(option: str, text: str) -> float:
     if found is None or found[2] not in UNITS or not float(found[1]):
         raise ConfigError(f"{text!r} is no size", where=option, remedy="a number with K, M, G or T: 80G, 1.5M, 80Gi")
     return float(found[1]) * UNITS[found[2]]
+
+
+def _memory(text: str) -> float:
+    """The bytes of `--gpu-memory`; a number without its unit is refused, as no GPU has so few."""
+    found = size("--gpu-memory", text)
+    if found < 1e6:
+        raise ConfigError(f"{text} is {found:,.0f} bytes", where="--gpu-memory", remedy="write the unit too: 80G, 80Gi")
+    return found
 
 
 def _check_peak(gpu_tflops: float | None, mfu: float | None) -> None:

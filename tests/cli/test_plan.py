@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from shardtune.cli.commands import app
 from shardtune.cli.plan import size
 from shardtune.errors import ConfigError
+from tests.support.workspace import run_cli
 
 
 @pytest.mark.parametrize(
@@ -32,11 +33,20 @@ def test_other_sizes_are_refused(text: str) -> None:
         ([], "nothing to plan"),
         (["recipe.yaml", "--mfu", "0.5", "--rate-from", "runs/x"], "--rate-from and --mfu exclude each other"),
         (["recipe.yaml", "--gpu-tflops", "312"], "--mfu is not given"),
+        (["recipe.yaml", "--gpu-memory", "80"], "80 is 80 bytes"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: list[str], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         app(["plan", *words], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    "words", [["--tokens-per-second", "inf"], ["--tokens-per-second", "nan"], ["--mfu", "0.4", "--gpu-tflops", "inf"]]
+)
+def test_rates_are_finite(words: list[str]) -> None:
+    outcome = run_cli("plan", "recipe.yaml", *words)
+    assert (outcome.code, words[-2] in outcome.err) == (2, True), outcome.err
 
 
 @pytest.mark.lengthy
