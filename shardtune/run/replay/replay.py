@@ -195,7 +195,7 @@ def _train_up_to(worker: FSDPSftWorker, record: Record, step: int, start: Start,
     number, largest = step - 1 - start.step, 0.0
     if not number:
         return []
-    screen.report(f"training {number:,} step{'' if number == 1 else 's'} after {start}, which is the nearest before it")
+    screen.report(f"training {number:,} step{'' if number == 1 else 's'} after {start}")
     train = training_method(worker)
     screen.started(worker.step, step - 1)
     placed = -1
