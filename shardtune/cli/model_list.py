@@ -40,26 +40,31 @@ def listing() -> Iterator[str]:
 
 
 def search(words: Sequence[str]) -> Iterator[str]:
-    """The model types and architectures whose names contain one of the words, each on its own line.
+    """The model types and architectures whose names contain one of the words, each on its own line; then the words
+    that none contains.
 
     Raises:
         ConfigError: there is none.
     """
     wanted = [_plain(word.rpartition("/")[2]) for word in words]
-    found = 0
+    found = [(name, line) for name, line in _lines() if any(word in _plain(name) for word in wanted)]
+    if not found:
+        raise _none(words, wanted)
+    yield from (line for _, line in found)
+    for typed, word in zip(words, wanted, strict=True):
+        if not any(word in _plain(name) for name, _ in found):
+            yield f"none is named like {typed}"
+
+
+def _lines() -> Iterator[tuple[str, str]]:
+    """The names that a search looks at, each with its line."""
     known = known_architectures()
     for name in MODEL_TYPES:
         for how, architectures in known.get(name, {}).items():
             for architecture in architectures:
-                if any(word in _plain(architecture) for word in wanted):
-                    found += 1
-                    yield f"{architecture}: model.model_type={name}, seen to train, {how}"
+                yield architecture, f"{architecture}: model.model_type={name}, seen to train, {how}"
     for name in (*MODEL_TYPES, *known_names()):
-        if any(word in _plain(name) for word in wanted):
-            found += 1
-            yield f"{name}: {MODEL_TYPES[name] if name in MODEL_TYPES else describe(name)}"
-    if not found:
-        raise _none(words, wanted)
+        yield name, f"{name}: {MODEL_TYPES[name] if name in MODEL_TYPES else describe(name)}"
 
 
 def _none(words: Sequence[str], wanted: Sequence[str]) -> ConfigError:

@@ -242,6 +242,14 @@ def test_models_and_versions_are_listed() -> None:
     assert f"cuda devices: {torch.cuda.device_count()}" in versions.out
 
 
+def test_words_that_name_no_model_are_said_to() -> None:
+    found = run_cli("models", "qwen3_moe", "zxqj")
+    assert found.code == 0
+    *models, last = found.out.splitlines()
+    assert all(line.startswith("qwen3_moe") for line in models)
+    assert last == "none is named like zxqj"
+
+
 # -- a trained run -------------------------------------------------------------------------------------------------
 
 
