@@ -105,7 +105,8 @@ def check_array(array: str) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if not re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", array):
+    right = re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", array)
+    if right is None or any(int(low) > int(high) for low, high in re.findall(r"(\d+)-(\d+)", array)):
         raise ConfigError(
             f"{array} names no tasks", where="--array", remedy="numbers as for sbatch: 0-7, 1,3,5 or 0-7%2"
         )

@@ -169,7 +169,7 @@ def test_each_task_of_an_array_has_its_own_run(here: Path) -> None:
     _, _, calls = run(here, "", text=named, SLURM_ARRAY_JOB_ID="123", SLURM_ARRAY_TASK_ID="5")
     assert "recipe.yaml runner.logger.experiment_name=a b-5\n" in calls
     assert "RUN='runs/a b-'\"$SLURM_ARRAY_TASK_ID\"" in named
-    for array, launchers in (("all", ("slurm",)), ("0-3", ("torchrun", "slurm"))):
+    for array, launchers in (("all", ("slurm",)), ("1,3-0", ("slurm",)), ("0-3", ("torchrun", "slurm"))):
         with pytest.raises(ConfigError, match="--array"):
             launch_commands("recipe.yaml", [], 1, 1, launchers, array=array)
 
