@@ -41,6 +41,7 @@ class Sample:
         left_out: tokens of reasoning that the row has and the chat template does not print; not stored in the cache.
         prompt_differs: whether the trained answer is preceded by something else than the prompt with which the model
             would generate it; not stored in the cache either.
+        control_tokens: special tokens that the text of its turns spells out, each once; likewise not stored.
     """
 
     input_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)
@@ -52,6 +53,7 @@ class Sample:
     size: int = 0
     left_out: int = 0
     prompt_differs: bool = False
+    control_tokens: tuple[str, ...] = ()
 
     @property
     def length(self) -> int:

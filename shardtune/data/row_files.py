@@ -41,6 +41,8 @@ SUPPORTED = ", ".join(KINDS) + f", and these with {', '.join(COMPRESSIONS)}"
 _DATA_LIST = re.compile(r"\s*\{\s*\"data\"\s*:\s*(?=\[)")
 _QUOTED = re.compile(r'"[^"]*+(?:""[^"]*+)*+"')
 """A whole cell in quotes."""
+_KEYS_OF_TURNS = {"role": "messages", "from": "conversations"}
+"""A key of the turns in a list -> the key of a row that has such a list."""
 _SNIFFED_LINES = 20
 _CHUNK_ROWS = 256
 _CHUNK_BYTES = 1 << 20
@@ -259,8 +261,16 @@ def _parse_json(text: bytes | str) -> Row | RowError:
     except Exception as error:  # a number of thousands of digits, thousands of brackets
         return caused_by(error)
     if not isinstance(value, dict):
-        return RowError(f"the row is {type(value).__name__}, not a JSON object: {_excerpt(decoded, 0)}")
+        return _no_row(value, _excerpt(decoded, 0))
     return value
+
+
+def _no_row(value: object, shown: str) -> RowError:
+    """The reason to refuse a value that is no JSON object; the turns of a chat may be listed without one."""
+    first = value[0] if isinstance(value, list) and value else None
+    key = next((key for name, key in _KEYS_OF_TURNS.items() if isinstance(first, dict) and name in first), None)
+    hint = "" if key is None else f'; write a list of turns as {{"{key}": […]}}'
+    return RowError(f"the row is {type(value).__name__}, not a JSON object: {shown}{hint}")
 
 
 def _excerpt(text: str, place: int) -> str:
@@ -350,6 +360,7 @@ def _list_chunks(text: str, start: int, path: Path) -> Generator[Chunk, None, in
     while not text.startswith("]", place):
         number += 1
         try:
+            begin = place
             value, place = _decode(text, place)
         except json.JSONDecodeError as error:
             raise DataError(
@@ -364,7 +375,7 @@ def _list_chunks(text: str, start: int, path: Path) -> Generator[Chunk, None, in
                 remedy="mend the file, or write one object per line (.jsonl): there data.on_bad_row=skip helps",
             ) from error
         is_row = isinstance(value, dict | RowError)
-        numbered.append((number, value if is_row else RowError("the row is not a JSON object")))
+        numbered.append((number, value if is_row else _no_row(value, _excerpt(text[begin:place], 0))))
         place = _skip_space(text, place)
         if text.startswith(",", place):
             place = _skip_space(text, place + 1)

@@ -85,6 +85,7 @@ def recognise(row: Row) -> RowFormat:
     for known in FORMATS:
         if all(row.get(key) is not None for key in known.keys):
             return known
+    _refuse_nulls(row, FORMATS)
     keys = shown_keys(row) or "none"
     for known in FORMATS:
         missing = [key for key in known.keys if row.get(key) is None]
@@ -97,6 +98,18 @@ def recognise(row: Row) -> RowFormat:
     raise RowError(
         f"the row has a format that is not known. Its keys: {keys}.\n    Known rows: {formats}.\n" + advice(row)
     )
+
+
+def _refuse_nulls(row: Row, formats: Sequence[RowFormat]) -> None:
+    """Refuse a row that has all keys of a format, some of them null: another name for a column would be no remedy."""
+    complete = [known for known in formats if all(key in row for key in known.keys)]
+    if not complete:
+        return
+    known = min(complete, key=lambda one: sum(row[key] is None for key in one.keys) / len(one.keys))
+    empty = [key for key in known.keys if row[key] is None]
+    if empty:
+        verb = "are" if len(empty) > 1 else "is"
+        raise RowError(f"the row looks like {known.title}, but its {' and '.join(empty)} {verb} null")
 
 
 def format_of(row: Row, name: str | None = None) -> RowFormat:
@@ -202,6 +215,7 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _require_keys(row: Row, known: RowFormat) -> None:
+    _refuse_nulls(row, [known])
     missing = [key for key in known.keys if row.get(key) is None]
     if missing:
         raise RowError(

@@ -178,6 +178,7 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
         tally.left_out.add(number, f"{whole.left_out:,} tokens")
     if whole.prompt_differs:
         tally.prompt_differs.add(number, "")
+    tally.note_control_tokens(whole.control_tokens, number)
     tally.left_out_tokens += whole.left_out
     tally.trained_tokens += int(np.count_nonzero(whole.loss_weights))
     digest = _row_digest(row)

@@ -93,6 +93,7 @@ class DataReport:
                     what = text.replace("data.max_length", limit)
                     yield f"{file.label}: {rows} {what}{share}: {_first(notes, examples)}"
             yield from _unread(file)
+            yield from _control_tokens(file)
         for source in dict.fromkeys(file.source for file in self.files):
             yield from _several_formats(source, [file for file in self.files if file.source == source])
 
@@ -123,12 +124,27 @@ def _unread(file: FileReport) -> Iterator[str]:
     """A line on keys of some rows that are not read; those of all rows are named with the source."""
     tally = file.tally
     encoded = tally.rows - tally.filtered.count - tally.bad.count
-    found = [(key, notes) for key, notes in tally.unread.items() if notes.count < encoded]
-    shown = [f"{shown_key(key)} ({notes.count:,} of {tally.rows:,}, row {notes.first[0][0]:,})" for key, notes in found]
+    found = {shown_key(key): notes for key, notes in tally.unread.items() if notes.count < encoded}
+    if found:
+        yield f"{file.label}: not read are keys that some rows have: {_counted(found, tally.rows)}"
+
+
+def _control_tokens(file: FileReport) -> Iterator[str]:
+    """A line on turns whose text has special tokens: one that ends a turn ends it, whoever wrote it."""
+    found = file.tally.control_tokens
+    if found:
+        yield (
+            f"{file.label}: the text of turns has special tokens of the tokenizer, which the model receives as such: "
+            f"{_counted(found, file.tally.rows)}; data.transform may write them otherwise"
+        )
+
+
+def _counted(found: Mapping[str, Notes], rows: int) -> str:
+    """Names with how many of the rows they are in, and the first of these; of the first five names."""
+    shown = [f"{name} ({notes.count:,} of {rows:,}, row {notes.first[0][0]:,})" for name, notes in found.items()]
     if len(shown) > _SHOWN_KEYS:
         shown[_SHOWN_KEYS:] = [f"and {len(shown) - _SHOWN_KEYS:,} more"]
-    if shown:
-        yield f"{file.label}: not read are keys that some rows have: {', '.join(shown)}"
+    return ", ".join(shown)
 
 
 def _several_formats(source: str, files: Sequence[FileReport]) -> Iterator[str]:

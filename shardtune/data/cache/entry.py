@@ -94,6 +94,7 @@ class TallyJson(TypedDict):
     windows: int
     unread: NotRequired[dict[str, NotesJson]]  # of an earlier version: none
     formats: NotRequired[dict[str, NotesJson]]  # likewise
+    control_tokens: NotRequired[dict[str, NotesJson]]  # likewise
 
 
 @dataclass(slots=True)
@@ -115,6 +116,7 @@ class Tally:
         prompt_differs: kept, but their answers are preceded by something else than the prompt of generation.
         unread: rows with a key that their format does not look at, by key; of the first hundred keys.
         formats: rows of each format of text and chats, by its title, with the first one.
+        control_tokens: kept conversations whose turns spell out a special token, by its text; of the first hundred.
     """
 
     rows: int = 0
@@ -132,12 +134,15 @@ class Tally:
     windows: int = 0
     unread: dict[str, Notes] = field(default_factory=dict)
     formats: dict[str, Notes] = field(default_factory=dict)
+    control_tokens: dict[str, Notes] = field(default_factory=dict)
 
     def note_unread(self, keys: Sequence[str], number: int) -> None:
         """Count a row's keys that are not read."""
-        for key in keys:
-            if key in self.unread or len(self.unread) < _KEPT_NOTES:
-                _count(self.unread, key, number)
+        _count_each(self.unread, keys, number)
+
+    def note_control_tokens(self, tokens: Sequence[str], number: int) -> None:
+        """Count a row by the special tokens that its turns spell out."""
+        _count_each(self.control_tokens, tokens, number)
 
     def note_format(self, title: str, number: int) -> None:
         """Count a row by its format."""
@@ -159,6 +164,7 @@ class Tally:
         self.windows += other.windows
         _add_up(self.unread, other.unread)
         _add_up(self.formats, other.formats)
+        _add_up(self.control_tokens, other.control_tokens)
 
     def dropped(self) -> list[tuple[int, str, str]]:
         """The dropped rows among the noted ones, in order: number, cause, reason."""
@@ -183,7 +189,17 @@ class Tally:
             windows=content["windows"],
             unread={key: Notes.from_json(notes) for key, notes in content.get("unread", {}).items()},
             formats={title: Notes.from_json(notes) for title, notes in content.get("formats", {}).items()},
+            control_tokens={
+                token: Notes.from_json(notes) for token, notes in content.get("control_tokens", {}).items()
+            },
         )
+
+
+def _count_each(found: dict[str, Notes], names: Sequence[str], number: int) -> None:
+    """Count a row under each of its names; of the first hundred names."""
+    for name in names:
+        if name in found or len(found) < _KEPT_NOTES:
+            _count(found, name, number)
 
 
 def _count(found: dict[str, Notes], name: str, number: int) -> None:

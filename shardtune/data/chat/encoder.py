@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.outline import Span
 from shardtune.data.chat.prompt_check import PromptMismatch, first_difference
-from shardtune.data.chat.reasoning import Thinking, Thought, before_last_question, thoughts, without_thoughts
+from shardtune.data.chat.reasoning import TAGS, Thinking, Thought, before_last_question, thoughts, without_thoughts
 from shardtune.data.chat.rendering import ChatTemplate, Rendering
 from shardtune.data.chat.template import missing_template, refuse_without_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
@@ -39,6 +40,7 @@ class About(TypedDict):
 
     left_out: int
     prompt_differs: bool
+    control_tokens: tuple[str, ...]
 
 
 class ChatEncoder:
@@ -254,8 +256,8 @@ class ChatEncoder:
         return Sample(ids, weights, self._tokens(prompt)[0], reference, question, **about)
 
     def _rendered(self, chat: Chat, template: ChatTemplate) -> tuple[Chat, Rendering, About]:
-        """The conversation as it is rendered, its rendering, how many tokens of reasoning that leaves out, and whether
-        generation would begin its last trained turn otherwise.
+        """The conversation as it is rendered, its rendering, how many tokens of reasoning that leaves out, whether
+        generation would begin its last trained turn otherwise, and the special tokens that its turns spell out.
 
         Raises:
             DataError: reasoning is left out, and `thinking` is None; or generation begins otherwise, and that is not
@@ -270,7 +272,32 @@ class ChatEncoder:
         if lost and self.thinking is None:
             raise self._would_lose(chat, rendering, lost, left_out)
         rendering, differs = self._behind_prompt(chat, rendering, template, written)
-        return chat, rendering, {"left_out": left_out, "prompt_differs": differs}
+        about: About = {
+            "left_out": left_out,
+            "prompt_differs": differs,
+            "control_tokens": self._spelled_out(chat, rendering.text),
+        }
+        return chat, rendering, about
+
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        """Matches any special token of the tokenizer but the tags of reasoning, which belong into an answer."""
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        texts = sorted((text for text in added if TAGS.fullmatch(text) is None), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    def _spelled_out(self, chat: Chat, rendered: str) -> tuple[str, ...]:
+        """The special tokens that stand in the text of turns and calls, which the tokenizer reads as these tokens.
+
+        Reasoning that is not rendered has none.
+        """
+        found = dict[str, None]()
+        for message in chat.messages:
+            calls = message.get("tool_calls")
+            texts = [message["content"], json.dumps(calls, ensure_ascii=False) if calls else ""]
+            texts += [one for one in thoughts(message) if one in rendered]
+            found.update(dict.fromkeys(token for text in texts for token in self._special_tokens.findall(text)))
+        return tuple(found)
 
     def _without_thoughts(self, chat: Chat) -> tuple[Chat, list[Thought]]:
         if self.thinking == "strip":

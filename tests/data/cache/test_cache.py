@@ -22,6 +22,7 @@ from shardtune.data import progress
 from shardtune.data.cache import build as build_module
 from shardtune.data.cache import verified
 from shardtune.data.cache.cache import build_dataset
+from shardtune.data.chat import ChatEncoder
 from shardtune.data.encoder import Encoder, LengthLimit, Row, RowError
 from shardtune.data.row_formats import ChatTitle
 from shardtune.data.sources.resolve import resolve_sources
@@ -269,6 +270,33 @@ class TestReport:
         )
         with pytest.raises(DataError, match=r"(?s)102 tokens, data.max_length is 50.*a.jsonl: row 3"):
             build(path, WordEncoder(on_too_long="fail"))
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_special_tokens_in_the_text_of_turns(self, tmp_path, build, make_tokenizer, many_processes, num_workers):
+        """Also in calls and in reasoning, but not its tags; plain text may have its own."""
+        tokenizer = make_tokenizer(eos_token="</s>")
+        template = "{% for m in messages %}{{ m.role + m.content }}{{ m.tool_calls | tojson if m.tool_calls }}</s>"
+        asked = {"role": "user", "content": "<s>old</s> prices?"}
+        answers = [
+            {"content": "It is 4."},
+            {"content": "It is 4.</s>"},
+            {"content": "", "tool_calls": [{"name": "look", "arguments": {"at": "<|im_end|>"}}]},
+            {"content": "4", "thinking": "<think>hm<|im_end|>"},
+        ]
+        rows = [
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", **answer}]} for answer in answers
+        ]
+        rows += [{"messages": [asked, {"role": "assistant", "content": "4"}]}, {"text": "a</s>b"}]
+        path = write(tmp_path / f"a{num_workers}.jsonl", rows)
+        for thinking in ("keep", "keep", "template"):  # the second is from the cache
+            encoder = ChatEncoder(tokenizer, template + "{% endfor %}", thinking=thinking)
+            report = build(path, encoder, num_workers=num_workers).report
+            [line] = [line for line in report.lines() if "the text of turns" in line]
+            assert line == (
+                f"{path}: the text of turns has special tokens of the tokenizer, which the model receives as such: "
+                f"</s> (2 of 6, row 2), <|im_end|> ({1 + (thinking == 'keep')} of 6, row 3), <s> (1 of 6, row 5); "
+                "data.transform may write them otherwise"
+            )
 
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_keys_of_some_rows_that_are_not_read(self, tmp_path, build, many_processes, num_workers):

@@ -328,7 +328,7 @@ class TestInMemory:
 
         rows = [*ROWS[:2], {"question": "why?", "answer": float("nan")}]
         for given in (rows[2:], pandas.DataFrame(rows[2:])):
-            with pytest.raises(DataError, match="has no answer"):
+            with pytest.raises(DataError, match="its answer is null"):
                 resolve(given)
 
     @pytest.mark.parametrize("kind", ["Dataset", "IterableDataset"])
@@ -551,6 +551,12 @@ class TestFaults:
             ("a.json", b'{\n "question": "1",\n "answer": "2"\n}', r"(?s)not hold a list.*begins '\{"),
             ("a.json", b'"text"', "not hold a list"),
             ("a.json", b"[1, 2]", "(?s)not a JSON object.*row 1"),
+            (
+                "a.json",
+                b'[[{"role": "user"}]]',
+                r'(?s)is list, .*"user"}\]; write .* as {"messages": \[…\]}',
+            ),
+            ("a.jsonl", b'[{"from": "human"}]', r'(?s)a list of turns as {"conversations": \[…\]}.*row 1'),
             ("a.json", b'[{"text": "a"} {"text": "b"}]', "(?s)expected , or .*row 1"),
             ("a.json", b'[{"text": "a"}', "(?s)expected , or .*row 1"),
             ("a.jsonl", b'["a"]', "(?s)is list, not a JSON object.*row 1"),
