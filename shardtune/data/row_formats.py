@@ -190,6 +190,21 @@ def check_columns(columns: Mapping[str, str]) -> None:
             )
 
 
+def check_columns_read(row: Row, columns: Mapping[str, str], known: RowFormat) -> None:
+    """Raises `DataError` for a name in `data.columns` that the format of a row does not read."""
+    unread = [name for name in columns if name in unread_keys(row, known)]
+    if not unread:
+        return
+    other = next((one.name for one in FORMATS if unread[0] in one.keys), None)
+    raise DataError(
+        f"the column {columns[unread[0]]!r} is to be read as {unread[0]!r}, and the first row is {known.title}, which "
+        "has none",
+        where="data.columns",
+        remedy="leave it out"
+        + (f", or name the format of the rows: {{path: …, format: {other}}}" if other is not None else ""),
+    )
+
+
 def in_format(row: Row, name: str) -> Row:
     """The row of the format that the recipe names, in a form that is recognised; a row with images stays as it is."""
     row = present(row)

@@ -51,6 +51,23 @@ def test_rows_of_a_directory_and_of_a_pattern_are_the_others(folder: Path) -> No
         )
 
 
+def test_files_of_other_kinds_in_a_directory_are_named(folder: Path) -> None:
+    for name in (
+        "old.jsonl.bak",
+        "parts/table.xlsx",
+        "parts/README.md",
+        "parts/one.JPG",
+        "LICENSE",
+        ".hidden",
+        "_SUCCESS",
+    ):
+        (folder / name).touch()
+    said = list[str]()
+    assert files(str(folder), said) == ["more.jsonl", "rows.jsonl"]
+    others = f"{folder / 'old.jsonl.bak'}, {folder / 'parts/table.xlsx'}"
+    assert f"data: left out of {folder}, as files of another kind: {others}" in said
+
+
 def test_what_is_meant_is_read(folder: Path) -> None:
     for spec in (f"{folder}/runs/*/samples/*.jsonl", f"{folder}/runs/one/samples", f"{folder}/runs/one/**/*.jsonl"):
         said = list[str]()

@@ -29,6 +29,11 @@ _CONVERT = (
     "turn robot data into a LeRobot data set with write_lerobot, one Episode(images, state, actions, task) each: "
     "docs/robot-data.md has a loop over .npz files (TFRecords are read beside the features.json of an RLDS data set)"
 )
+_BESIDE = re.compile(
+    r"(?i)(license|readme|notice|changelog|citation|makefile|.*\.(md|rst|pdf|html|py|ipynb|sh|toml|ya?ml|cff|log|sha256|md5"
+    r"|png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg))"
+)
+"""Files that stand beside rows: documentation, code, and the images, videos and sounds that rows name."""
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -77,6 +82,11 @@ class Search:
     def report_own(self, folder: Path, own: Sequence[Path]) -> None:
         """Say which runs and data caches below a folder are left out."""
         self._report(folder, "as runs and data caches", own)
+
+    def report_unknown(self, folder: Path, files: Sequence[Path]) -> None:
+        """Say which files below a folder of data files are left out because their kind is not known."""
+        unknown = [file for file in files if not _is_data(file) and not _BESIDE.fullmatch(file.name)]
+        self._report(folder, "as files of another kind", unknown)
 
     def _report(self, folder: Path, why: str, out: Sequence[Path]) -> None:
         if out:
@@ -226,6 +236,7 @@ def _directory(path: Path, selection: Selection, search: Search) -> list[SourceF
         arrays = any(file.suffix.lower() in _ARRAYS for file in below.files)
         remedy = _CONVERT if arrays else f"files named {SUPPORTED}"
         raise DataError("the directory holds no data file", where=str(path), remedy=remedy)
+    search.report_unknown(path, below.files)
     return [_file(file) for file in hub.choose_files(found, path, selection, search.report)]
 
 

@@ -19,6 +19,7 @@ from shardtune.data.row_files import read_chunks
 from shardtune.data.row_formats import (
     ChatTitle,
     check_columns,
+    check_columns_read,
     format_of,
     has_turns,
     in_format,
@@ -111,6 +112,7 @@ def resolve_sources(
         sources.append(replace(source, title=title, is_text=is_text, has_turns=turns))
         if is_text:
             check_columns(source.columns)
+            check_columns_read(row, source.columns, format_of(row, source.format))
         keys = unread_keys(row, format_of(row, source.format)) if is_text else _unread_columns(source)
         number = f"{len(files)} file{'s' if len(files) > 1 else ''}"
         report(f"data: {name}: {title}, {number} ({files[0].label}){_not_read([*replaced, *keys])}")

@@ -485,6 +485,21 @@ class TestColumnsAndTransform:
         resolve({"path": str(path), "columns": {"question": "answer", "answer": "question"}})
         assert said[-1].endswith("; not read: problem, id")
 
+    @pytest.mark.parametrize(
+        ("columns", "remedy"),
+        [
+            ({"text": "essay"}, r"leave it out, or name the format of the rows: \{path: …, format: text\}"),
+            ({"history": "essay"}, "leave it out$"),
+        ],
+    )
+    def test_a_column_under_a_name_that_the_format_does_not_read(self, tmp_path, resolve, columns, remedy):
+        path = write_jsonl(tmp_path / "a.jsonl", [{"question": "1?", "answer": "3", "essay": "long"}])
+        with pytest.raises(DataError, match=f"(?s)'essay' is to be read as .*question/answer, .*{remedy}"):
+            resolve({"path": str(path), "columns": columns})
+        if "text" in columns:
+            (source,) = resolve({"path": str(path), "columns": columns, "format": "text"})
+            assert source.title == "plain text"
+
     def test_format_of_an_entry(self, tmp_path, resolve):
         row = {"text": "a story", "question": "1?", "answer": "2"}
         path = write_jsonl(tmp_path / "a.jsonl", [row])
