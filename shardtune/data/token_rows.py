@@ -79,7 +79,7 @@ def _numbers(row: Row, key: str, length: int | None = None) -> np.ndarray:
 def _whole_numbers(row: Row, key: str, length: int | None = None) -> np.ndarray:
     found = _numbers(row, key, length)
     if found.dtype.kind == "f" and len(found):
-        raise RowError(f"{key} is {excerpt(list(found[:5]))}, not a list of whole numbers")
+        raise RowError(f"{key} is {excerpt(found[:5].tolist())}, not a list of whole numbers")
     return found.astype(np.int64)
 
 

@@ -70,7 +70,7 @@ def test_what_is_trained(more: dict[str, Any], weights: list[float] | None, make
     [
         ({"input_ids": []}, "input_ids is empty"),
         ({"input_ids": "abc"}, "input_ids is text, but not JSON"),
-        ({"input_ids": [1.5, 2]}, "not a list of whole numbers"),
+        ({"input_ids": [1.5, 2]}, r"input_ids is \[1\.5, 2\.0\], not a list of whole numbers"),
         ({"input_ids": [[1, 2]]}, "not a list of numbers"),
         ({"input_ids": [[1], [2, 3]]}, "not a list of numbers"),
         ({"input_ids": [3, -1]}, "input_ids has -1, which is no token"),

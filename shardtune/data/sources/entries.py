@@ -40,6 +40,13 @@ def items_of(spec: object, where: str) -> list[object]:
         )
     rows = [item for item in spec if isinstance(item, Mapping) and not _is_entry(item)]
     if rows and len(rows) < len(spec):
+        for number, item in enumerate(spec, 1):
+            if not isinstance(item, (str, Path, Mapping, BaseModel)):
+                raise DataError(
+                    f"the row is {_kind_of(item)}, not a dictionary",
+                    where=f"rows in memory: row {number:,}",
+                    remedy="leave it out, or make it a dictionary",
+                )
         raise DataError("the list mixes rows and paths", where="data", remedy="give either rows or paths")
     return [spec] if rows else list(spec)
 

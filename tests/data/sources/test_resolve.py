@@ -458,6 +458,8 @@ class TestMemory:
     def test_rows_and_paths_mixed(self, resolve):
         with pytest.raises(DataError, match="mixes rows and paths"):
             resolve([{"text": "a"}, "b.jsonl"])
+        with pytest.raises(DataError, match=r"(?s)the row is NoneType, not a dictionary.*row 2"):
+            resolve([{"text": "a"}, None])
 
 
 class TestColumnsAndTransform:
