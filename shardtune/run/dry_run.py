@@ -69,6 +69,7 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
     try:
         notes = [*loaded.notes, *unused_workers(loaded, worker)]
         set_up(worker, RunContext(report=display.report, notes=notes, tries_loss=True))
+        _report_files(worker.task.rows, loaded.data.max_length, display)
         worker.loader.check_ranks(num_ranks(loaded.runner))
         check_worker_monitors(worker)
         refuse_gradient_hooks(worker.weights.parameters.items(), worker.ranks)
@@ -229,6 +230,17 @@ def describe_training(rows: TrainingRows) -> str:
     return f"{file}, the first of {len(rows.data_files):,} files: {describe(rows.first)}"
 
 
+def _report_files(rows: TrainingRows | None, max_length: int, display: Display) -> None:
+    """Say what becomes of the rows of each file that is read, where files are tokenised one by one."""
+
+    def report(file: TokenDataset) -> None:
+        for line in file.report.lines(max_length=max_length):
+            display.report(f"data: {line}")
+
+    if isinstance(rows, RowsByFile):
+        rows.follow(report)
+
+
 def describe(rows: TokenDataset) -> str:
     """Numbers of rows, tokens and targets, and row lengths; for rows of fields, their weights."""
     lengths, weights = rows.lengths, rows.term_weights
@@ -276,6 +288,7 @@ def _preview(loaded: Recipe, rows: int, start: int, images: Path | None) -> None
         loaded, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), report=display.report
     )
     assert prepared.train is not None
+    _report_files(prepared.train, loaded.data.max_length, display)
     display.report(f"training rows: {describe_training(prepared.train)}")
     data = rows_to_show(prepared.train)
     for name, evaluation in prepared.evals.items():

@@ -247,3 +247,12 @@ def test_a_preview_shows_evaluation_rows(tiny: Tiny) -> None:
     told = logged(preview, tiny.recipe(data__eval_data_paths={"math": str(file)}), rows=2)
     assert [f"evaluation set math, {file}:{row}:" in told for row in (1, 2, 3)] == [True, True, False]
     assert "⟦" in told.rpartition(f"{file}:2:")[2]
+
+
+@pytest.mark.parametrize("job", [preview, dry_run])
+def test_what_becomes_of_rows_is_shown_file_by_file_too(tiny: Tiny, job: Any) -> None:
+    """As for rows that are tokenised whole."""
+    file = write_rows(tiny.folder / "some.jsonl", [*rows(8), {"prompt": "a", "completion": ""}])
+    keys = {"data__cache": "by_file", "data__on_bad_row": "skip", "runner__max_steps": 2}
+    told = logged(job, tiny.recipe("shown by file", data__train_data_paths=str(file), **keys))
+    assert f"data: {file}: 1 of 9 rows skipped, not usable: row 9 (the completion is empty)\n" in told
