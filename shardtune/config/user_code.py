@@ -164,8 +164,22 @@ def user_fault(error: BaseException) -> ConfigError | None:
     return ConfigError(
         f"{type(error).__name__}: {error}",
         where=f"{code.co_filename}:{last.tb_lineno}, in {code.co_qualname}{rank}",
-        remedy=f"fix it there; the traceback from your code on:\n{trace}",
+        remedy=f"{_remedy(str(error))}; the traceback from your code on:\n{trace}",
     )
+
+
+def _remedy(message: str) -> str:
+    return next((remedy for part, remedy in _REMEDIES.items() if part in message), "fix it there")
+
+
+_NOT_COMPILED = "compiled units have first derivatives only: set model.compile: false for create_graph=True"
+_REMEDIES = {
+    "does not require grad and does not have a grad_fn": "an evaluation records no gradients: differentiate inside "
+    "`with torch.enable_grad():`, by an input with requires_grad_(), and by weights that are not frozen",
+    "compiled with non-empty donated buffers": _NOT_COMPILED,
+    "does not currently support double backward": _NOT_COMPILED,
+}
+"""What mends an error of torch that says it in other words, by a part of its message."""
 
 
 def _is_users(traced: TracebackType) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import peft
 import torch
@@ -124,15 +124,13 @@ class _SummedOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Summing, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        total = part.detach().clone(memory_format=torch.contiguous_format)
+        total = part.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: _Summing, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return cast(torch.Tensor, _SummedOverRanks.apply(grads[0], ctx.group)), None
 
 
 class BaseTrainModule(nn.Module):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardtune.models.head_gradient import HELD_BYTES, HeadGradient, SlopeOfBlock
 from shardtune.parallel.half_products import add_converted, factors_in_bf16, lacks_half_products
+from shardtune.parallel.second_derivatives import refuse_second_derivatives
 from shardtune.parallel.tensor_parallel import Slice, row_slice
 from shardtune.parallel.weights import local
 
@@ -242,6 +243,10 @@ class SharedVocabulary:
         return place.where(here, 0), here
 
 
+PLAIN_LOSS = "compute this loss by torch.nn.functional.cross_entropy of the model's logits"
+"""What has second derivatives where the functions here have none."""
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Weighted sum of the cross-entropy of `transform(hidden @ weight.T + bias)`, chunk by chunk.
 
@@ -333,6 +338,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivatives("the cross-entropy of a language model's head", PLAIN_LOSS)
         held, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         grads = [
             None if grad is None else grad.mul_(grad_total.to(grad.dtype)).to(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -47,14 +47,15 @@ class _BetweenDimensions(_OverGroup, Protocol):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = tensor.clone()
+    def forward(ctx: _OverGroup, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
+    def backward(ctx: _OverGroup, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return cast(torch.Tensor, _HandToAll.apply(grads[0], ctx.group)), None
 
 
 class _HandToAll(torch.autograd.Function):
@@ -65,9 +66,7 @@ class _HandToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _OverGroup, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return cast(torch.Tensor, _Sum.apply(grads[0], ctx.group)), None
 
 
 class _Exchange(torch.autograd.Function):
@@ -80,7 +79,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _BetweenDimensions, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _swap(grads[0], ctx.group, ctx.join, ctx.split), None, None, None
+        return cast(torch.Tensor, _Exchange.apply(grads[0], ctx.group, ctx.join, ctx.split)), None, None, None
 
 
 def _swap(tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from shardtune.parallel.outputs import tensors_in
 from shardtune.parallel.parts import parts_of
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.second_derivatives import refuse_second_derivatives
 from shardtune.parallel.torch_private.fsdp1 import HYBRID_SHARD_ZERO2, flat_parameter, free_gathered, gather
 from shardtune.parallel.torch_private.fsdp2 import in_backward
 from shardtune.parallel.torch_private.graph import unreached
@@ -230,7 +231,11 @@ class Routed:
             self._open = False
         if self.done is not None:
             self.done()
-        return result[0] if self._is_root else tree_map_only(torch.Tensor, _alias, result[0])
+        if not self._is_root:
+            return tree_map_only(torch.Tensor, _alias, result[0])
+        for tensor in tensors_in(result[0]):
+            tensor.register_hook(_refuse_second)
+        return result[0]
 
     def _to_compute(self, value: object) -> object:
         return value.to(self._cast) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -249,6 +254,10 @@ def _tied(through: Sequence[FullyShardedDataParallel], given: Sequence[torch.Ten
     flats = [flat for flat in map(flat_parameter, through) if flat is not None and flat.requires_grad]
     unused = unreached(tensors_in(output), flats, given)
     return tie(output, [flat[:1] for flat in unused]) if unused else output
+
+
+def _refuse_second(_: torch.Tensor) -> None:
+    refuse_second_derivatives("a model that FSDP1 shards", "actor.training_backend: fsdp (or ddp)")
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from shardtune.parallel.torch_private.fsdp2 import (
     is_root,
     replaced_parameters,
 )
+from shardtune.parallel.torch_private.graph import in_transform
 from shardtune.parallel.unused_units import tie
 
 
@@ -101,7 +102,7 @@ def find_hidden(module: nn.Module, args: object, kwargs: object, output: object)
     """After a forward of a sharded module: let FSDP2 see the tensors of its output that it does not find by itself, and
     those of which its output has views. An output without gradients gets some in `begin_unused`."""
     assert isinstance(module, FSDPModule)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or in_transform():
         return output
     hidden = tensors_in(output, hidden=True, bases=True)
     if not hidden and not tensors_in(output):

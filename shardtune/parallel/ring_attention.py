@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardtune.parallel.attention_operations import attend, attend_backward
 from shardtune.parallel.attention_pieces import accumulation_dtype
 from shardtune.parallel.ring_plan import Exchanges, Piece, Sight, Step
+from shardtune.parallel.second_derivatives import refuse_second_derivatives
 from shardtune.parallel.sequence_parallel import TokenShare
 
 
@@ -106,6 +107,7 @@ class _Ring(torch.autograd.Function):
     def backward(
         ctx: _Context, *grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None, None]:
+        refuse_second_derivatives("attention by a ring of ranks", "parallel.sequence: 1")
         query, key, value, *sinks, result, sums = ctx.saved_tensors
         exchanges, group = _exchanges(ctx.share, ctx.scoring), ctx.share.ranks.get_group()
         dtype, width = sums.dtype, key.shape[-1]

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private.fsdp2 import Filling, fill_unused, note_collectives
+from shardtune.parallel.second_derivatives import refuse_second_derivatives
+from shardtune.parallel.torch_private.fsdp2 import Filling, SecondDerivatives, note_collectives, watch_backward
 
 MOST = 2**18
 """Collectives that are kept, the last ones: a step has some thousands, evaluations and generation have no end."""
@@ -57,6 +58,9 @@ class UnitCalls:
         self.made: deque[int] = deque(maxlen=MOST)
         self.used: list[bytes] = []
         self.filling = Filling()
+        sizes = {"parallel.tensor": ranks.layout.tensor, "parallel.expert": ranks.layout.expert}
+        shares = [key for key, size in sizes.items() if size > 1]
+        self._second = SecondDerivatives(partial(_refuse_shared, shares[0]) if shares else None)
 
     def watch(self, name: str, unit: FSDPModule, parameters: Mapping[int, str]) -> None:
         """Note what FSDP2 does with a unit, if it involves other ranks.
@@ -67,7 +71,7 @@ class UnitCalls:
             parameters: the names of the model's parameters by `id`.
         """
         own = note_collectives(unit, self.noting(name))
-        fill_unused(unit, self.filling)
+        watch_backward(unit, self.filling, self._second)
         self._summed |= {parameters[id(each)]: each for each in own if each.numel() and id(each) in parameters}
 
     def noting(self, name: str) -> Callable[[], object]:
@@ -184,6 +188,10 @@ class UnitCalls:
                 users = (0, rank) if used[0][place] else (rank, 0)
                 raise _other_parameter([*self._summed][place % len(self._summed)], *users)
         raise _other_unit(0, None, None)
+
+
+def _refuse_shared(key: str) -> None:
+    refuse_second_derivatives(f"a layer that several ranks compute ({key})", f"{key}: 1")
 
 
 def _other_unit(rank: int, of_first: str | None, of_rank: str | None) -> ModelError:

@@ -29,10 +29,19 @@ def tie(output: object, others: Sequence[torch.Tensor]) -> object:
 class Tie(torch.autograd.Function):
     """A copy of a tensor, through which others get gradients of zeros."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.others = [(other.shape, other.dtype) for other in others]
+    def forward(tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.others = [(other.shape, other.dtype) for other in inputs[1:]]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor | None, *others: torch.Tensor | None) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None if tangent is None else tangent.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

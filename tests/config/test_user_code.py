@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardtune.config import user_code
 from shardtune.config.user_code import import_file, import_plugins, load_function, user_fault
@@ -119,8 +120,23 @@ def test_a_mistake_in_a_users_file_is_told_from_there_on(tmp_path: Path, no_pack
     told = user_fault(caught.value)
     assert told is not None
     assert (told.what, told.where, told.exit_code) == ("KeyError: 'x'", f"{file}:2, in inner", 2)
+    assert told.remedy.startswith("fix it there")
     assert "return inner()" in told.remedy
     assert __file__ not in told.remedy
+
+
+def test_a_gradient_in_an_evaluation_has_its_own_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\ndef loss(model, x):\n    x = x.detach().requires_grad_()\n"
+        "    return torch.autograd.grad(model(x).sum(), x)\n"
+    )
+    loss = load_function(f"{file}:loss", "somewhere")
+    with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+        loss(torch.sin, torch.ones(2))
+    told = user_fault(caught.value)
+    assert told is not None
+    assert "with torch.enable_grad():" in told.remedy
 
 
 def test_any_other_error_stays_what_it_is(no_packages: None) -> None:

@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardtune.batch import IGNORED
 from shardtune.errors import ModelError
 from shardtune.models.loss import LogitTransform, accumulation_dtype, chunk_rows
+from shardtune.parallel.second_derivatives import refuse_second_derivatives
 
 
 class TokenScores(NamedTuple):
@@ -32,6 +33,10 @@ class _Distribution:
 
     transform: LogitTransform
     temperature: float
+
+
+PLAIN_LOG_PROBS = "compute them by torch.log_softmax of the model's logits"
+"""What has second derivatives where the functions here have none."""
 
 
 class _Scores(torch.autograd.Function):
@@ -61,6 +66,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, for_log_probs, for_entropies):  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivatives("the log-probability of tokens", PLAIN_LOG_PROBS)
         hidden, weight, bias, targets, normalizers, entropies = ctx.saved_tensors
         logits_of = _Logits(hidden, weight, bias, ctx.distribution)
         grads = _Grads(logits_of, *ctx.needs_input_grad[:3])

@@ -22,6 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from shardtune.parallel.torch_private.graph import current_node
+
 
 @cache
 def shard_integers() -> None:
@@ -200,20 +202,58 @@ class Filling:
             noted.clear()
 
 
-def fill_unused(module: FSDPModule, filling: Filling) -> None:
-    """Let a unit's parameters without a gradient have zeros when FSDP2 sums gradients over ranks.
+@dataclasses.dataclass(slots=True)
+class SecondDerivatives:
+    """Whether a backward pass is differentiated itself, as that of `torch.autograd.grad(…, create_graph=True)` may be.
 
-    It sums the gradients that there are, end to end; where ranks have used other parameters, or none of a unit that all
-    have called, these would be mixed. Its own setting for this fills units that no rank has called, too, and leaves no
-    way to know what was used.
+    Args:
+        refuse: is called where one is to be; None: second derivatives are right.
+
+    Attributes:
+        recorded: the present backward pass records a graph of its own.
+        ahead: such a graph was recorded, and no pass has begun since the one through it has ended.
+        ended: the pass through it has.
+        hooked: the weights that end a pass which reaches them, by `id`.
+    """
+
+    refuse: Callable[[], None] | None = None
+    recorded: bool = False
+    ahead: bool = False
+    ended: bool = False
+    hooked: set[int] = dataclasses.field(default_factory=set)
+
+    def begin(self) -> None:
+        """Note a pass that comes to the output of a unit."""
+        self.recorded = torch.is_grad_enabled()  # as autograd sets it for `create_graph`
+        if self.recorded and self.refuse is not None:
+            self.refuse()
+        if self.recorded or self.ended:
+            self.ahead, self.ended = self.recorded, False
+
+
+def watch_backward(module: FSDPModule, filling: Filling, second: SecondDerivatives) -> None:
+    """Let a unit's parameters without a gradient have zeros when FSDP2 sums gradients over ranks, and let its weights
+    stay gathered as long as second derivatives need them.
+
+    FSDP2 sums the gradients that there are, end to end; where ranks have used other parameters, or none of a unit that
+    all have called, these would be mixed. Its own setting for this fills units that no rank has called, too, and leaves
+    no way to know what was used.
+
+    It frees a unit's weights when a gradient has come back to its inputs. A pass that records a graph
+    (`create_graph=True`) keeps them, for a pass through that graph. That one reaches the recorded products first and
+    the forward's after them, so it sums each gradient when it ends.
 
     Args:
         module: sharded.
         filling: notes what was done.
+        second: of the whole model.
     """
+    state = module._get_fsdp_state()
     for group in _groups_of(module):
-        if group.mesh_info.mesh.size() > 1:
-            vars(group)["post_backward"] = torch.compiler.disable(partial(_filled_backward, group, filling))
+        begin = partial(_begin_backward, group, state, filling, second, group.pre_backward)
+        vars(group)["pre_backward"] = torch.compiler.disable(begin)
+        fills = group.mesh_info.mesh.size() > 1
+        vars(group)["post_backward"] = torch.compiler.disable(partial(_end_backward, group, filling, second, fills))
 
 
 def count_calls(unit: FSDPModule) -> None:
@@ -232,13 +272,43 @@ def _counted_backward(group: Any, prefetches: bool, *others: object) -> None:
         group._post_forward_indices.pop()
 
 
-def _filled_backward(group: Any, filling: Filling, *_: object) -> None:
-    if filling.on:
-        _fill(group, filling)
+def _begin_backward(
+    group: Any,
+    state: FSDPState,
+    filling: Filling,
+    second: SecondDerivatives,
+    pre_backward: Callable[..., None],
+    *how: object,
+) -> None:
+    second.begin()
+    pre_backward(*how)
+    if not second.recorded:
+        return
+    filling.passed.add(id(group))
+    for each in group.fsdp_params:
+        whole = each.unsharded_param
+        if whole.requires_grad and id(whole) not in second.hooked:
+            second.hooked.add(id(whole))
+            whole.register_post_accumulate_grad_hook(partial(_reach_weight, state, second))
+
+
+def _reach_weight(state: FSDPState, second: SecondDerivatives, _: torch.Tensor) -> None:
+    """Let a pass end with its sums that reaches weights, and perhaps no output of a unit, where FSDP2 notes passes."""
+    second.recorded = False
+    state._register_root_post_backward_final_callback()
+
+
+def _end_backward(group: Any, filling: Filling, second: SecondDerivatives, fills: bool, *_: object) -> None:
+    within = current_node() is not None
+    if second.recorded or (second.ahead and within):
+        return  # FSDP2 calls this once more when the pass ends
+    second.ended = second.ahead
+    if fills and filling.on:
+        _fill(group, filling, complete=second.ahead)
     type(group).post_backward(group)
 
 
-def _fill(group: Any, filling: Filling) -> None:
+def _fill(group: Any, filling: Filling, *, complete: bool) -> None:
     if group._training_state == TrainingState.PRE_BACKWARD:
         filling.passed.add(id(group))
     made = [(each, whole) for each in group.fsdp_params if (whole := vars(each).get("_unsharded_param")) is not None]
@@ -252,7 +322,7 @@ def _fill(group: Any, filling: Filling) -> None:
             (used if has_one else unused).append(each)
     filling.used.update([id(each.sharded_param) for each in used])
     # Autograd gives the gradient of a unit that is called several times once, after the last of its calls.
-    if used or (id(group) in filling.passed and not group._post_forward_indices):
+    if used or (id(group) in filling.passed and (complete or not group._post_forward_indices)):
         for each in unused:
             filling.filled.add(id(each.sharded_param))
             each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)

@@ -71,3 +71,13 @@ def backward(
     _engine_run_backward(
         (tensor,), (gradient,), keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def current_node() -> object:
+    """The node of its graph that autograd computes now; None outside of a backward pass, and in what ends one."""
+    return torch._C._current_autograd_node()
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` runs, in which tensors do not show whether they have gradients."""
+    return torch._C._are_functorch_transforms_active()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_iter
@@ -58,13 +58,33 @@ def selective_contexts(policy: Policy) -> tuple[AbstractContextManager[object], 
             yield
         forget_changed()  # what the layer itself has changed, whose memory is free now
 
-    @contextmanager
-    def computing_again() -> Iterator[None]:
-        forget_changed()
-        with again:
-            yield
+    return computing(), _Again(forget_changed, again)
 
-    return computing(), computing_again()
+
+class _Again(AbstractContextManager[None]):
+    """The context of a recomputation: the first has what was saved, those behind it compute everything again.
+
+    There are several where a backward pass is differentiated itself, or a graph is retained for another one.
+
+    Args:
+        begin: is called before the first.
+        first: torch's context, which forgets each saved result when it was used.
+    """
+
+    def __init__(self, begin: Callable[[], None], first: AbstractContextManager[object]) -> None:
+        self._begin = begin
+        self._first: AbstractContextManager[object] | None = first
+        self._entered: list[AbstractContextManager[object]] = []
+
+    def __enter__(self) -> None:
+        if self._first is not None:
+            self._begin()
+        self._entered.append(self._first or nullcontext())
+        self._first = None
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 def _is_changed(result: object) -> bool:
