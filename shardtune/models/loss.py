@@ -338,7 +338,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-        refuse_second_derivatives("the cross-entropy of a language model's head", PLAIN_LOSS)
+        if torch.is_grad_enabled():
+            refuse_second_derivatives("the cross-entropy of a language model's head", PLAIN_LOSS)
         held, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         grads = [
             None if grad is None else grad.mul_(grad_total.to(grad.dtype)).to(dtype)

@@ -257,7 +257,8 @@ def _tied(through: Sequence[FullyShardedDataParallel], given: Sequence[torch.Ten
 
 
 def _refuse_second(_: torch.Tensor) -> None:
-    refuse_second_derivatives("a model that FSDP1 shards", "actor.training_backend: fsdp (or ddp)")
+    if torch.is_grad_enabled():
+        refuse_second_derivatives("a model that FSDP1 shards", "actor.training_backend: fsdp (or ddp)")
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

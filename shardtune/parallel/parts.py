@@ -102,7 +102,7 @@ def find_hidden(module: nn.Module, args: object, kwargs: object, output: object)
     """After a forward of a sharded module: let FSDP2 see the tensors of its output that it does not find by itself, and
     those of which its output has views. An output without gradients gets some in `begin_unused`."""
     assert isinstance(module, FSDPModule)
-    if not torch.is_grad_enabled() or in_transform():
+    if not torch.is_grad_enabled():
         return output
     hidden = tensors_in(output, hidden=True, bases=True)
     if not hidden and not tensors_in(output):
@@ -125,7 +125,7 @@ def begin_unused(unit: FSDPModule, output: object) -> object:
     assert isinstance(unit, nn.Module)
     first = next(iter(tensors_in(output, constants=True)), None)
     trained = any(parameter.requires_grad for parameter in unit.parameters())
-    if first is None or not trained or in_backward() or is_root(unit):
+    if first is None or not trained or in_backward() or is_root(unit) or in_transform():
         return output
     tied = tie(output, [torch.zeros(1, device=first.device, requires_grad=True)])
     gather_before_backward(unit, tensors_in(tied))

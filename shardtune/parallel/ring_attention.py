@@ -107,7 +107,8 @@ class _Ring(torch.autograd.Function):
     def backward(
         ctx: _Context, *grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None, None]:
-        refuse_second_derivatives("attention by a ring of ranks", "parallel.sequence: 1")
+        if torch.is_grad_enabled():
+            refuse_second_derivatives("attention by a ring of ranks", "parallel.sequence: 1")
         query, key, value, *sinks, result, sums = ctx.saved_tensors
         exchanges, group = _exchanges(ctx.share, ctx.scoring), ctx.share.ranks.get_group()
         dtype, width = sums.dtype, key.shape[-1]

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import torch
+from typing import NoReturn
 
 from shardtune.errors import ModelError
 
 
-def refuse_second_derivatives(what: str, remedy: str) -> None:
-    """Refuse a backward pass whose own graph is recorded (`create_graph=True`); called in `backward` of a function.
+def refuse_second_derivatives(what: str, remedy: str) -> NoReturn:
+    """Refuse a backward pass whose own graph is recorded (`create_graph=True`: gradients are enabled in it).
 
-    Its gradient has no graph, so that autograd would take it for a constant. torch's `once_differentiable` notices
-    that only where the incoming gradient itself has one.
+    Where a gradient has no graph, autograd would take it for a constant. torch's `once_differentiable` notices that
+    only where the incoming gradient itself has one.
 
     Args:
         what: is differentiated, for the message.
         remedy: what to compute in its place.
 
     Raises:
-        ModelError: a graph is recorded.
+        ModelError: always.
     """
-    if torch.is_grad_enabled():
-        raise ModelError(
-            f"{what} has first derivatives only, and the loss differentiates its gradient",
-            where="create_graph=True",
-            remedy=remedy,
-        )
+    raise ModelError(
+        f"{what} has first derivatives only, and the loss differentiates its gradient",
+        where="create_graph=True",
+        remedy=remedy,
+    )

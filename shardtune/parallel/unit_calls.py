@@ -60,7 +60,9 @@ class UnitCalls:
         self.filling = Filling()
         sizes = {"parallel.tensor": ranks.layout.tensor, "parallel.expert": ranks.layout.expert}
         shares = [key for key, size in sizes.items() if size > 1]
-        self._second = SecondDerivatives(partial(_refuse_shared, shares[0]) if shares else None)
+        what = f"a layer that several ranks compute ({', '.join(shares)})"
+        refuse = partial(refuse_second_derivatives, what, f"{shares[0]}: 1") if shares else None
+        self._second = SecondDerivatives(refuse)
 
     def watch(self, name: str, unit: FSDPModule, parameters: Mapping[int, str]) -> None:
         """Note what FSDP2 does with a unit, if it involves other ranks.
@@ -188,10 +190,6 @@ class UnitCalls:
                 users = (0, rank) if used[0][place] else (rank, 0)
                 raise _other_parameter([*self._summed][place % len(self._summed)], *users)
         raise _other_unit(0, None, None)
-
-
-def _refuse_shared(key: str) -> None:
-    refuse_second_derivatives(f"a layer that several ranks compute ({key})", f"{key}: 1")
 
 
 def _other_unit(rank: int, of_first: str | None, of_rank: str | None) -> ModelError:

@@ -66,7 +66,8 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, for_log_probs, for_entropies):  # pyright: ignore[reportIncompatibleMethodOverride]
-        refuse_second_derivatives("the log-probability of tokens", PLAIN_LOG_PROBS)
+        if torch.is_grad_enabled():
+            refuse_second_derivatives("the log-probability of tokens", PLAIN_LOG_PROBS)
         hidden, weight, bias, targets, normalizers, entropies = ctx.saved_tensors
         logits_of = _Logits(hidden, weight, bias, ctx.distribution)
         grads = _Grads(logits_of, *ctx.needs_input_grad[:3])

@@ -222,14 +222,6 @@ class SecondDerivatives:
     ended: bool = False
     hooked: set[int] = dataclasses.field(default_factory=set)
 
-    def begin(self) -> None:
-        """Note a pass that comes to the output of a unit."""
-        self.recorded = torch.is_grad_enabled()  # as autograd sets it for `create_graph`
-        if self.recorded and self.refuse is not None:
-            self.refuse()
-        if self.recorded or self.ended:
-            self.ahead, self.ended = self.recorded, False
-
 
 def watch_backward(module: FSDPModule, filling: Filling, second: SecondDerivatives) -> None:
     """Let a unit's parameters without a gradient have zeros when FSDP2 sums gradients over ranks, and let its weights
@@ -280,7 +272,11 @@ def _begin_backward(
     pre_backward: Callable[..., None],
     *how: object,
 ) -> None:
-    second.begin()
+    second.recorded = torch.is_grad_enabled()  # as autograd sets it for `create_graph`
+    if second.recorded and second.refuse is not None:
+        second.refuse()
+    if second.recorded or second.ended:
+        second.ahead, second.ended = second.recorded, False
     pre_backward(*how)
     if not second.recorded:
         return
@@ -299,8 +295,7 @@ def _reach_weight(state: FSDPState, second: SecondDerivatives, _: torch.Tensor) 
 
 
 def _end_backward(group: Any, filling: Filling, second: SecondDerivatives, fills: bool, *_: object) -> None:
-    within = current_node() is not None
-    if second.recorded or (second.ahead and within):
+    if second.recorded or (second.ahead and current_node() is not None):
         return  # FSDP2 calls this once more when the pass ends
     second.ended = second.ahead
     if fills and filling.on:
