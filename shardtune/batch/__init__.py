@@ -42,6 +42,7 @@ class Sample:
         prompt_differs: whether the trained answer is preceded by something else than the prompt with which the model
             would generate it; not stored in the cache either.
         control_tokens: special tokens that the text of its turns spells out, each once; likewise not stored.
+        changed_turns: roles of turns whose text the chat template prints otherwise, each once; likewise not stored.
     """
 
     input_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)
@@ -54,6 +55,7 @@ class Sample:
     left_out: int = 0
     prompt_differs: bool = False
     control_tokens: tuple[str, ...] = ()
+    changed_turns: tuple[str, ...] = ()
 
     @property
     def length(self) -> int:

@@ -179,6 +179,7 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
     if whole.prompt_differs:
         tally.prompt_differs.add(number, "")
     tally.note_control_tokens(whole.control_tokens, number)
+    tally.note_changed_turns(whole.changed_turns, number)
     tally.left_out_tokens += whole.left_out
     tally.trained_tokens += int(np.count_nonzero(whole.loss_weights))
     digest = _row_digest(row)

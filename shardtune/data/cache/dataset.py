@@ -94,6 +94,7 @@ class DataReport:
                     yield f"{file.label}: {rows} {what}{share}: {_first(notes, examples)}"
             yield from _unread(file)
             yield from _control_tokens(file)
+            yield from _changed_turns(file)
         for source in dict.fromkeys(file.source for file in self.files):
             yield from _several_formats(source, [file for file in self.files if file.source == source])
 
@@ -136,6 +137,16 @@ def _control_tokens(file: FileReport) -> Iterator[str]:
         yield (
             f"{file.label}: the text of turns has special tokens of the tokenizer, which the model receives as such: "
             f"{_counted(found, file.tally.rows)}; data.transform may write them otherwise"
+        )
+
+
+def _changed_turns(file: FileReport) -> Iterator[str]:
+    """A line on turns that are not trained and whose text the model does not receive as the row has it."""
+    found = file.tally.changed_turns
+    if found:
+        yield (
+            f"{file.label}: the chat template leaves out or changes text of turns that are not trained: "
+            f"{_counted(found, file.tally.rows)}; shardtune data preview shows what is left"
         )
 
 

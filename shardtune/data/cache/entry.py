@@ -95,6 +95,7 @@ class TallyJson(TypedDict):
     unread: NotRequired[dict[str, NotesJson]]  # of an earlier version: none
     formats: NotRequired[dict[str, NotesJson]]  # likewise
     control_tokens: NotRequired[dict[str, NotesJson]]  # likewise
+    changed_turns: NotRequired[dict[str, NotesJson]]  # likewise
 
 
 @dataclass(slots=True)
@@ -117,6 +118,7 @@ class Tally:
         unread: rows with a key that their format does not look at, by key; of the first hundred keys.
         formats: rows of each format of text and chats, by its title, with the first one.
         control_tokens: kept conversations whose turns spell out a special token, by its text; of the first hundred.
+        changed_turns: kept conversations with turns whose text the chat template changes, by their role.
     """
 
     rows: int = 0
@@ -135,6 +137,7 @@ class Tally:
     unread: dict[str, Notes] = field(default_factory=dict)
     formats: dict[str, Notes] = field(default_factory=dict)
     control_tokens: dict[str, Notes] = field(default_factory=dict)
+    changed_turns: dict[str, Notes] = field(default_factory=dict)
 
     def note_unread(self, keys: Sequence[str], number: int) -> None:
         """Count a row's keys that are not read."""
@@ -143,6 +146,10 @@ class Tally:
     def note_control_tokens(self, tokens: Sequence[str], number: int) -> None:
         """Count a row by the special tokens that its turns spell out."""
         _count_each(self.control_tokens, tokens, number)
+
+    def note_changed_turns(self, roles: Sequence[str], number: int) -> None:
+        """Count a row by the roles of its turns whose text the chat template changes."""
+        _count_each(self.changed_turns, roles, number)
 
     def note_format(self, title: str, number: int) -> None:
         """Count a row by its format."""
@@ -165,6 +172,7 @@ class Tally:
         _add_up(self.unread, other.unread)
         _add_up(self.formats, other.formats)
         _add_up(self.control_tokens, other.control_tokens)
+        _add_up(self.changed_turns, other.changed_turns)
 
     def dropped(self) -> list[tuple[int, str, str]]:
         """The dropped rows among the noted ones, in order: number, cause, reason."""
@@ -192,6 +200,7 @@ class Tally:
             control_tokens={
                 token: Notes.from_json(notes) for token, notes in content.get("control_tokens", {}).items()
             },
+            changed_turns={role: Notes.from_json(notes) for role, notes in content.get("changed_turns", {}).items()},
         )
 
 

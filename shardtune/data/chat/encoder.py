@@ -29,7 +29,7 @@ from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 # Part of every cache key: raise it when the same row would be encoded differently.
-ENCODING_VERSION = 6
+ENCODING_VERSION = 7
 NO_TURNS = "the row has no turns to put data.system_prompt before; give messages, or leave data.system_prompt out"
 _MARK = "ANSWER"
 _ANSWER = MappingProxyType({"role": "assistant", "content": "?"})
@@ -41,6 +41,7 @@ class About(TypedDict):
     left_out: int
     prompt_differs: bool
     control_tokens: tuple[str, ...]
+    changed_turns: tuple[str, ...]
 
 
 class ChatEncoder:
@@ -165,7 +166,7 @@ class ChatEncoder:
             rendering = template.render_turns(answered)
         except RowError:  # of a conversation that cannot be trained, so there is nothing to be alike
             return prompt
-        written = [one for one in rendering.lost if self._is_trained(answered, rendering, one)]
+        written = [one for one in rendering.lost if self._is_trained(answered, rendering, one.message)]
         if not written:
             return prompt
         without = rendering.text[: rendering.spans[-1].start]
@@ -265,8 +266,11 @@ class ChatEncoder:
         """
         chat, dropped = self._without_thoughts(chat)
         rendering = template.render_turns(chat)
-        gone = [one for one in dropped if self._is_trained(chat, rendering, one)]
-        lost = [one for one in rendering.lost if self._is_trained(chat, rendering, one)]
+        wrong = next((one for one in rendering.changes if self._is_trained(chat, rendering, one.message)), None)
+        if wrong is not None:
+            raise RowError(f"message {wrong.message + 1}: {wrong.reason}")
+        gone = [one for one in dropped if self._is_trained(chat, rendering, one.message)]
+        lost = [one for one in rendering.lost if self._is_trained(chat, rendering, one.message)]
         written = lost if self.thinking in ("keep", "last") else []
         left_out = sum(len(self._tokens(one.text)[0]) for one in (*gone, *([] if written else lost)))
         if lost and self.thinking is None:
@@ -276,6 +280,7 @@ class ChatEncoder:
             "left_out": left_out,
             "prompt_differs": differs,
             "control_tokens": self._spelled_out(chat, rendering.text),
+            "changed_turns": tuple(dict.fromkeys(chat.messages[one.message]["role"] for one in rendering.changes)),
         }
         return chat, rendering, about
 
@@ -324,8 +329,8 @@ class ChatEncoder:
             raise first_difference(prompt, text, last.message)
         return whole, True
 
-    def _is_trained(self, chat: Chat, rendering: Rendering, thought: Thought) -> bool:
-        spans = [span for span in rendering.spans if span.message == thought.message]
+    def _is_trained(self, chat: Chat, rendering: Rendering, message: int) -> bool:
+        spans = [span for span in rendering.spans if span.message == message]
         return any(self._span_weight(chat, span, rendering.spans[-1]) > 0 for span in spans)
 
     def _would_lose(self, chat: Chat, rendering: Rendering, lost: Sequence[Thought], tokens: int) -> DataError:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
+from shardtune.data.chat.changes import num_common, quoted
 from shardtune.data.chat.reasoning import TAGS
 from shardtune.data.row_formats import Chat
 
@@ -26,12 +25,8 @@ class Span:
     stop: int
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
 # The filters that templates apply to the text of a turn: none, `trim`, `tojson`, or both.
-_EDITS: tuple[Callable[[str], str], ...] = (str, _quoted, str.strip, lambda text: _quoted(text.strip()))
+_EDITS: tuple[Callable[[str], str], ...] = (str, quoted, str.strip, lambda text: quoted(text.strip()))
 
 
 def _probe(number: object) -> str:
@@ -220,11 +215,6 @@ def _tail(text: str) -> str:
 
 def _difference(text: str, other: str) -> tuple[int, int]:
     """`[start, stop)` of the part of a text that another one has differently, or not at all."""
-    start = _num_common(text, other)
-    same = _num_common(text[::-1], other[::-1])
+    start = num_common(text, other)
+    same = num_common(text[::-1], other[::-1])
     return start, len(text) - min(same, min(len(text), len(other)) - start)
-
-
-def _num_common(text: str, other: str) -> int:
-    """The length of the common beginning of two texts."""
-    return sum(1 for _ in takewhile(bool, map(str.__eq__, text, other)))

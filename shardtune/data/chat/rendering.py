@@ -13,6 +13,16 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardtune.data.chat.arguments import DATE, Arguments, fault, variables, with_date, with_defaults
+from shardtune.data.chat.changes import (
+    Change,
+    enclosed,
+    is_at_its_place,
+    is_left_out,
+    is_printed,
+    pieces_of,
+    quoted,
+    reason_of_change,
+)
 from shardtune.data.chat.outline import Outline, Shape, Span, given_pieces, probed, shape_of
 from shardtune.data.chat.reasoning import KEY, TAGS, Thought, lost_thoughts
 from shardtune.data.encoder import RowError
@@ -42,12 +52,14 @@ class Rendering:
         spans: one per assistant turn, in order.
         prompt: the rendering up to the beginning of the last of them; None if that was not rendered.
         lost: reasoning of the conversation that the turns do not have.
+        changes: turns whose text is printed otherwise, or in part.
     """
 
     text: str
     spans: tuple[Span, ...]
     prompt: str | None = None
     lost: tuple[Thought, ...] = ()
+    changes: tuple[Change, ...] = ()
 
     def opened(self, characters: int) -> Rendering:
         """The last turn begins so many characters later, which belong to its prompt."""
@@ -266,11 +278,12 @@ class ChatTemplate:
         else:
             rendering = Rendering(text, tuple(spans), text[: spans[-1].start] if outline.prompt_is_prefix else None)
         lost: list[Thought] = []
+        changes = list(rendering.changes)
         for span in rendering.spans:
             message, turn = chat.messages[span.message], text[span.start : span.stop]
-            self._check_answer(chat, span.message, turn)
+            changes += self._changes_of_answer(chat, span.message, turn)
             lost += [Thought(span.message, one) for one in lost_thoughts(message, turn)]
-        return replace(rendering, lost=tuple(lost)) if lost else rendering
+        return replace(rendering, lost=tuple(lost), changes=tuple(changes)) if lost or changes else rendering
 
     def with_thoughts(self, rendering: Rendering, lost: Sequence[Thought]) -> Rendering:
         """The rendering with lost reasoning written before the answers of its turns, as part of the turns."""
@@ -285,7 +298,7 @@ class ChatTemplate:
             pieces += [between, turn]
             spans.append(Span(span.message, start, size))
         text = "".join([*pieces, rendering.text[done:]])
-        return Rendering(text, tuple(spans), text[: spans[-1].start])
+        return Rendering(text, tuple(spans), text[: spans[-1].start], changes=rendering.changes)
 
     @cached_property
     def _around_thoughts(self) -> tuple[str, str]:
@@ -368,13 +381,13 @@ class ChatTemplate:
         Returns:
             The rendering, and the rendering up to each of the turns; None if the template marks them.
         """
-        self._check_nothing_left_out(chat, text)
+        changes = self._changes_of_given(chat, text)
         turns = _turns(chat)
         if self.marks_generation:
-            return Rendering(text, tuple(self._marked_spans(text, marks, turns))), None
+            return Rendering(text, tuple(self._marked_spans(text, marks, turns)), changes=changes), None
         befores = [self._before(chat, index) for index in turns]
         spans = [self._find_span(chat, index, text, before) for index, before in zip(turns, befores, strict=True)]
-        return Rendering(text, tuple(spans), befores[-1]), befores
+        return Rendering(text, tuple(spans), befores[-1], changes=changes), befores
 
     def _refused(self, chat: Chat, error: RowError) -> RowError:
         """The template's error; it names a role if the conversation can be rendered without that role."""
@@ -412,13 +425,16 @@ class ChatTemplate:
 
     def _end_of_marked(self, text: str, start: int, stop: int, turn: int) -> int:
         """The end of the marked turn: after its end-of-turn token, also when that directly follows the block."""
-        inside = self._cut(text[start:stop])
-        if inside is not None:
+        block = text[start:stop]
+        inside = self._cut(block)
+        if inside is not None and not block[inside:].strip():
             return start + inside
         ends = [self.end_of_turn, self._special.get("eos_token") or self.end_of_turn]
         for end in ends:
             if text.startswith(end, stop):
                 return stop + len(end)
+        if inside is not None:
+            return start + inside
         raise RowError(
             f"message {turn + 1}: neither the {{% generation %}} block of the chat template nor the text behind it "
             f"({text[stop : stop + 20]!r}) ends the turn with {self.end_of_turn!r}; put it inside the block"
@@ -501,36 +517,79 @@ class ChatTemplate:
 
     # -- completeness checks ---------------------------------------------------------------------------------------
 
-    def _check_nothing_left_out(self, chat: Chat, text: str) -> None:
+    def _changes_of_given(self, chat: Chat, text: str) -> tuple[Change, ...]:
+        """The turns that are not the assistant's and are changed. Raises `RowError` for one that is left out."""
+        changes: list[Change] = []
         for index, message in enumerate(chat.messages):
-            content = message["content"].strip()
-            if message["role"] == "assistant" or not content or (len(content) >= _SHORT and content in text):
-                continue
-            if not self._is_rendered(chat, index, content, text):
-                raise RowError(f"message {index + 1}: the chat template leaves out {message['role']} turns")
+            if message["role"] != "assistant" and message["content"].strip():
+                changes += self._changes_of_turn(chat, index, text)
         if chat.tools and self.render(chat.messages, None, arguments=chat.arguments) == text:
             raise RowError("the row defines tools, but the chat template does not render tool definitions")
+        return tuple(changes)
 
-    def _is_rendered(self, chat: Chat, index: int, content: str, text: str) -> bool:
+    def _changes_of_turn(self, chat: Chat, index: int, text: str) -> list[Change]:
+        role, content = chat.messages[index]["role"], chat.messages[index]["content"]
+        pieces = pieces_of(content, self._separator)
+        is_whole = all(is_printed(piece, text) for piece in pieces)
+        if is_whole and any(len(piece) >= _SHORT and _is_only_there(piece, chat, text) for piece in pieces):
+            return []
+        marked = self._with_content(chat, index, enclosed(content, self._separator))
+        if not (marked is None and is_whole) and self._leaves_out(chat, index, marked):
+            raise RowError(f"message {index + 1}: the chat template leaves out {role} turns")
+        if is_whole and (marked is None or len(pieces) != 1 or is_at_its_place(pieces[0], marked, text)):
+            return []
+        return [Change(index, reason_of_change(pieces, marked or "", text, role))]
+
+    def _leaves_out(self, chat: Chat, index: int, marked: str | None) -> bool:
+        """Whether nothing of message `index` is printed: neither a mark around its text, nor a mark instead of it."""
+        if not is_left_out(marked or ""):
+            return False
+        return is_left_out(self._with_content(chat, index, enclosed("", self._separator)) or "")
+
+    def _with_content(self, chat: Chat, index: int, content: str) -> str | None:
+        """The whole rendering with another text in message `index`; None if that cannot be rendered."""
         messages = list(chat.messages)
-        messages[index] = {**messages[index], "content": _MARK}
+        messages[index] = {**messages[index], "content": content}
         try:
-            return _MARK in self.render(messages, chat.tools, arguments=chat.arguments)
+            return self.render(messages, chat.tools, arguments=chat.arguments)
         except RowError:
-            return content in text
+            return None
 
-    def _check_answer(self, chat: Chat, index: int, turn: str) -> None:
+    def _changes_of_answer(self, chat: Chat, index: int, turn: str) -> list[Change]:
+        """The change of an assistant's turn. Raises `RowError` where its text or its calls are left out."""
         message = chat.messages[index]
-        pieces = [piece.strip() for piece in TAGS.split(message["content"])]
-        if pieces[-1] not in turn and not (len(pieces) == 1 and self._is_rendered(chat, index, pieces[0], turn)):
-            raise RowError(f"message {index + 1}: the chat template leaves out part of the assistant's turn")
+        answer = TAGS.split(message["content"])[-1]
+        changes: list[Change] = []
+        if not self._has(turn, answer.strip()):
+            changes += self._changes_of_missed(chat, index, answer, turn)
         for call in message.get("tool_calls") or ():
             if call["function"]["name"] not in turn:
                 raise RowError(f"message {index + 1}: the chat template does not render tool calls")
+        return changes
+
+    def _has(self, turn: str, answer: str) -> bool:
+        """Whether a turn has the answer before the token that ends it, which an answer may also end with itself."""
+        return turn.find(answer, 0, len(turn) - len(self._ending(turn))) >= 0 or turn.endswith(answer)
+
+    def _changes_of_missed(self, chat: Chat, index: int, answer: str, turn: str) -> list[Change]:
+        """The change of an answer that is not printed as one text without its blanks."""
+        pieces = pieces_of(answer, self._separator)
+        if all(self._has(turn, piece) or self._has(turn, quoted(piece)) for piece in pieces):
+            return []
+        before = chat.messages[index]["content"].removesuffix(answer)
+        marked = self._with_content(chat, index, before + enclosed(answer, self._separator))
+        if self._leaves_out(chat, index, marked):
+            raise RowError(f"message {index + 1}: the chat template leaves out part of the assistant's turn")
+        return [Change(index, reason_of_change(pieces, marked or "", turn, "assistant"))]
 
 
 def _turns(chat: Chat) -> list[int]:
     return [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+
+
+def _is_only_there(piece: str, chat: Chat, text: str) -> bool:
+    """Whether a rendering has a piece as often as the turns have it; what was found is another turn's otherwise."""
+    return text.count(piece) >= sum(message["content"].count(piece) for message in chat.messages)
 
 
 def _start_of_turn(head: str, before: str, opening: str) -> int:

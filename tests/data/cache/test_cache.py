@@ -299,6 +299,22 @@ class TestReport:
             )
 
     @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_turns_whose_text_the_template_changes(self, tmp_path, build, make_tokenizer, many_processes, num_workers):
+        """Questions are counted; a changed answer makes its row bad."""
+        template = "{% for m in messages %}{{ m.role + m.content[:20] }}</s>{% endfor %}"
+        encoder = ChatEncoder(make_tokenizer(eos_token="</s>"), template)
+        rows = [{"question": question, "answer": "4"} for question in ("2+2?", "What is it? " * 3, "Tell me: " * 4)]
+        path = write(tmp_path / f"a{num_workers}.jsonl", rows)
+        for _ in range(2):  # the second is from the cache
+            assert list(build(path, encoder, num_workers=num_workers).report.lines()) == [
+                f"{path}: the chat template leaves out or changes text of turns that are not trained: "
+                "user (2 of 3, row 2); shardtune data preview shows what is left"
+            ]
+        write(path, [*rows, {"question": "2+2?", "answer": "It is four. " * 3}])
+        with pytest.raises(DataError, match=r"(?s)message 2: .* leaves out part of .*, from 'ur. It.*row 4"):
+            build(path, encoder, num_workers=num_workers)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
     def test_keys_of_some_rows_that_are_not_read(self, tmp_path, build, many_processes, num_workers):
         """Also those that the first row has not; keys of all rows are named with the source."""
         rows = [{"text": f"{n}={n}", "id": n, **({"note": "x"} if n % 2 else {})} for n in range(6)]
