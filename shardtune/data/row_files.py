@@ -39,8 +39,11 @@ KINDS = {
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 SUPPORTED = ", ".join(KINDS) + f", and these with {', '.join(COMPRESSIONS)}"
 _DATA_LIST = re.compile(r"\s*\{\s*\"data\"\s*:\s*(?=\[)")
+_SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
+_FIRST_SPLIT = re.compile(rf"\{{\s*\"({'|'.join(_SPLITS)})\"\s*:\s*\[")
 _QUOTED = re.compile(r'"[^"]*+(?:""[^"]*+)*+"')
 """A whole cell in quotes."""
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _KEYS_OF_TURNS = {"role": "messages", "from": "conversations"}
 """A key of the turns in a list -> the key of a row that has such a list."""
 _SNIFFED_LINES = 20
@@ -117,6 +120,11 @@ def kind_of(path: Path) -> str | None:
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
     return KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def is_description(path: Path) -> bool:
+    """Whether a file describes a data set, by its name, as `datasets` and others write it: it holds no rows."""
+    return path.name in _DESCRIPTIONS
 
 
 def read_chunks(path: Path, kind: str) -> Iterator[Chunk]:
@@ -289,6 +297,14 @@ def _read_json(path: Path) -> Iterator[Chunk]:
     elif data := _DATA_LIST.match(text):
         end = yield from _list_chunks(text, data.end(), path)
         _require_end(text, _object_end(text, end, path), "object", path)
+    elif splits := _splits(text[start:]):
+        sizes = ", ".join(f"{name} ({len(rows):,})" for name, rows in splits.items())
+        raise DataError(
+            f"the file is one object with lists of rows as splits: {sizes}",
+            where=str(path),
+            remedy="write the list of each split into a file of its own, and name that of train in "
+            "data.train_data_paths, another one in data.eval_data_paths",
+        )
     elif not isinstance(_parse_json(text[start:].partition("\n")[0]), RowError):
         yield from _read_jsonl(path)
     else:
@@ -297,6 +313,18 @@ def _read_json(path: Path) -> Iterator[Chunk]:
             where=str(path),
             remedy='a .json file must hold [{…}, …], {"data": [{…}, …]}, or one object per line',
         )
+
+
+def _splits(text: str) -> dict[str, list[Any]] | None:
+    """The lists of rows of an object whose keys are all names of splits; None for any other text."""
+    if _FIRST_SPLIT.match(text) is None:
+        return None
+    value = _parse_json(text)
+    if isinstance(value, RowError):
+        return None
+    splits = {name: rows for name, rows in value.items() if name in _SPLITS and isinstance(rows, list)}
+    are_rows = any(splits.values()) and all(isinstance(row, dict) for rows in splits.values() for row in rows)
+    return splits if len(splits) == len(value) and are_rows else None
 
 
 def _object_end(text: str, place: int, path: Path) -> int:

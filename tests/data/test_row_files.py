@@ -114,6 +114,16 @@ def test_further_keys_beside_a_list_of_json(tmp_path: Path) -> None:
         assert read(tmp_path / "a.json") == {1: {"text": "a"}}
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_object_of_splits_is_named(indent: int | None, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"train": [{"text": "a"}, {"text": "b"}], "test": []}, indent=indent))
+    with pytest.raises(DataError, match=r"one object with lists of rows as splits: train \(2\), test \(0\)"):
+        read(tmp_path / "a.json")
+    for row in ({"train": ["a"]}, {"train": [{"text": "a"}], "text": "b"}, {"messages": [{"role": "user"}]}):
+        (tmp_path / "a.json").write_text(json.dumps(row))
+        assert read(tmp_path / "a.json") == {1: row}
+
+
 def test_two_lists_of_json_under_one_key_lose_no_rows(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(f'{{"data": {ONE}, "b": 1, "data": {TWO}}}')
     with pytest.raises(DataError, match="the key 'data' is there twice"):

@@ -14,7 +14,7 @@ from shardtune.config.hub_name import split_revision
 from shardtune.config.shown import as_written
 from shardtune.data.robot.lerobot import is_lerobot, open_lerobot
 from shardtune.data.robot.recordings import RLDS, recording_name, recording_of, recording_splits
-from shardtune.data.row_files import SUPPORTED, kind_of
+from shardtune.data.row_files import SUPPORTED, is_description, kind_of
 from shardtune.data.sources import hub
 from shardtune.data.sources.found_files import files_below, fixed_part, matching, same_file
 from shardtune.data.sources.hub import Selection
@@ -85,8 +85,10 @@ class Search:
 
     def report_unknown(self, folder: Path, files: Sequence[Path]) -> None:
         """Say which files below a folder of data files are left out because their kind is not known."""
-        unknown = [file for file in files if not _is_data(file) and not _BESIDE.fullmatch(file.name)]
-        self._report(folder, "as files of another kind", unknown)
+        described = [file for file in files if is_description(file)]
+        self._report(folder, "as descriptions of data sets", described)
+        others = [file for file in files if not _is_data(file) and not is_description(file)]
+        self._report(folder, "as files of another kind", [one for one in others if not _BESIDE.fullmatch(one.name)])
 
     def _report(self, folder: Path, why: str, out: Sequence[Path]) -> None:
         if out:
@@ -179,6 +181,12 @@ def _file(path: Path, label: str | None = None) -> SourceFile:
             where=label or str(path),
             remedy=_CONVERT if path.suffix.lower() in _ARRAYS else f"use {SUPPORTED}",
         )
+    if is_description(path):
+        raise DataError(
+            f"the file {path.name} describes a data set, and holds no rows",
+            where=label or str(path),
+            remedy="name the files of its rows, or their directory, of which such files are left out",
+        )
     if path.stat().st_size == 0:
         raise DataError("the data file is empty", where=label or str(path), remedy=FILL)
     return SourceFile(path, kind, label or str(path))
@@ -256,7 +264,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_data(file: Path) -> bool:
-    return kind_of(file) is not None
+    return kind_of(file) is not None and not is_description(file)
 
 
 def _hub_files(

@@ -17,8 +17,8 @@ from fsspec.core import url_to_fs
 
 from shardtune.data.cache_directory import cache_error, cache_folder, writable
 from shardtune.data.file_lock import FileLock
-from shardtune.data.row_files import SUPPORTED, kind_of
-from shardtune.data.sources.hub import Selection, choose_files
+from shardtune.data.row_files import SUPPORTED, is_description, kind_of
+from shardtune.data.sources.hub import Selection, choose_files, some_of
 from shardtune.errors import DataError
 from shardtune.launch.progress import PROGRESS
 
@@ -111,7 +111,10 @@ def _chosen(system: Any, path: str, spec: str, selection: Selection, report: Cal
         return [path]
     folder = Path(path)
     files = [Path(one) for one in sorted(system.find(path))]
-    data = [one for one in files if kind_of(one) and not _is_hidden(one.relative_to(folder))]
+    seen = [one for one in files if kind_of(one) and not _is_hidden(one.relative_to(folder))]
+    data = [one for one in seen if not is_description(one)]
+    if out := [one.name for one in seen if is_description(one)]:
+        report(f"data: left out of {_shown(spec)}, as descriptions of data sets: {some_of(out)}")
     if not data:
         raise DataError("the directory holds no data file", where=_shown(spec), remedy=f"files named {SUPPORTED}")
     return [str(one) for one in choose_files(data, folder, selection, report)]

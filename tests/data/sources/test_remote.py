@@ -80,6 +80,10 @@ def test_patterns_and_directories(data: Any) -> None:
     try:
         for name, number in files.items():
             system.pipe_file(f"/bucket/set/{name}", write(number))
+        system.pipe_file("/bucket/set/dataset_info.json", b"{}")
+        said = list[str]()
+        resolve_sources("memory://bucket/set", data, report=said.append)
+        assert "data: left out of memory://bucket/set, as descriptions of data sets: dataset_info.json" in said
         quiet: Any = {"report": lambda _: None}
         assert rows(resolve_sources("memory://bucket/set/train-*.jsonl", data, **quiet)) == ["1", "2"]
         whole = resolve_sources("memory://bucket/set", data, **quiet)

@@ -171,6 +171,19 @@ class TestNaming:
         (source,) = resolve(tmp_path)
         assert [file.path.name for file in source.files] == ["a.csv", "b.jsonl", "c.jsonl.gz"]
 
+    def test_descriptions_of_data_sets_hold_no_rows(self, tmp_path, resolve, said):
+        described = tmp_path / "dataset_info.json"
+        described.write_text('{"builder_name": "json", "features": {}}')
+        with pytest.raises(DataError, match="the directory holds no data file"):
+            resolve(tmp_path)
+        write_jsonl(tmp_path / "a.jsonl")
+        (source,) = resolve(tmp_path)
+        assert [file.path.name for file in source.files] == ["a.jsonl"]
+        assert f"data: left out of {tmp_path}, as descriptions of data sets: {described}" in said
+        for spec in (described, f"{tmp_path}/*.json*"):
+            with pytest.raises(DataError, match=r"dataset_info.json describes a data set, and holds no rows"):
+                resolve(str(spec))
+
     def test_directory_whose_names_tell_splits_apart(self, tmp_path, resolve):
         for name in ("data/train-0.jsonl", "data/train-1.jsonl", "data/test-0.jsonl"):
             write_jsonl(tmp_path / name, ROWS[:3])
