@@ -37,13 +37,15 @@ OPTIONS = {
 }
 """The option of each part of an observation."""
 GIVE = "give --image [CAMERA=]FILE for each camera, and --state and --instruction where the model takes them"
+WRITE_STATE = "write it like --state 0.1,0.2"
+REMEDIES = {"--image": "give --image [CAMERA=]FILE with an image that can be read", "--state": WRITE_STATE}
 
 
 def act(
     run: Target,
     image: Images = None,
     state: State = None,
-    instruction: Annotated[str, typer.Option(help="The task in words.")] = "",
+    instruction: Annotated[str | None, typer.Option(help="The task in words.")] = None,
     checkpoint: Checkpoint = "final",
     as_json: Annotated[
         bool, typer.Option("--json", help='Print {"actions": [[…], …]}, and "value" of a model that has values.')
@@ -68,7 +70,8 @@ def act(
 
     policy = load_policy(run, checkpoint=checkpoint, trust=trust or ())
     images = _images(image or [], policy.cameras)
-    observation = {"images": images, "instruction": instruction, "state": numbers}
+    _refuse_unread({"state": state, "instruction": instruction}, policy.unread)
+    observation = {"images": images, "instruction": instruction or "", "state": numbers}
     with _options_in_errors():
         actions = policy.predict_action_chunk(observation)
         value = {"value": policy.value(observation)} if policy.has_values else {}
@@ -92,8 +95,17 @@ def _options_in_errors() -> Iterator[None]:
         place = error.where or ""
         if not place.startswith("observation"):
             raise
-        remedy = GIVE if error.remedy == FORM else error.remedy
-        raise type(error)(error.what, where=OPTIONS.get(place, ", ".join(OPTIONS.values())), remedy=remedy) from error
+        option = OPTIONS.get(place, ", ".join(OPTIONS.values()))
+        remedy = REMEDIES.get(option, GIVE) if error.remedy == FORM else error.remedy
+        raise type(error)(error.what, where=option, remedy=remedy) from error
+
+
+def _refuse_unread(given: dict[str, str | None], unread: tuple[str, ...]) -> None:
+    for part in unread:
+        if given[part] is not None:
+            raise ConfigError(
+                f"the model does not read the {part} of an observation", where=f"--{part}", remedy=f"leave --{part} out"
+            )
 
 
 def _numbers(text: str) -> list[float]:
@@ -101,9 +113,7 @@ def _numbers(text: str) -> list[float]:
         found = json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
         return [float(value) for value in found]
     except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{text!r} is no list of numbers", where="--state", remedy="write it like --state 0.1,0.2"
-        ) from error
+        raise ConfigError(f"{text!r} is no list of numbers", where="--state", remedy=WRITE_STATE) from error
 
 
 def _images(words: list[str], cameras: tuple[str, ...] | None) -> dict[str, str]:

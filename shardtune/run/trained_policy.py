@@ -20,6 +20,7 @@ from shardtune.models.action.chunks import ActionChunks, ObservationHistory
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.vision_language_action import VisionLanguageAction
 from shardtune.models.policies.features import camera_of
+from shardtune.models.policies.flow_matching import FlowPolicy
 from shardtune.models.policies.policy import Policy
 from shardtune.training.worker.adapter_task import root_of
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -47,6 +48,7 @@ class TrainedPolicy:
     Attributes:
         cameras: of the training data, where the model knows them.
         has_values: whether the model has values: a value head, or an adapter's own.
+        unread: `state` and `instruction`, of an observation, where it is known that the model does not read them.
     """
 
     def __init__(self, worker: SFTWorker, chunks: ActionChunks) -> None:
@@ -61,10 +63,15 @@ class TrainedPolicy:
         self._steps = adapter.observation_steps
         self._history = ObservationHistory(self._steps)
         self.cameras: tuple[str, ...] | None = None
+        reads_state = reads_instruction = True
         if isinstance(adapter, VisionLanguageAction):
             self.cameras = adapter.settings.cameras
+            reads_state = adapter.settings.state == "text"
         elif isinstance(adapter, Policy):
             self.cameras = tuple(camera_of(feature) for feature in adapter.features.cameras)
+            reads_state, reads_instruction = bool(adapter.features.state), isinstance(adapter, FlowPolicy)
+        read = {"state": reads_state or adapter.representation is not None, "instruction": reads_instruction}
+        self.unread = tuple(part for part, is_read in read.items() if not is_read)
 
     def reset(self) -> None:
         """Begin an episode: forget earlier observations, and the actions that are left of the last prediction."""
@@ -168,17 +175,20 @@ def checked_observation(given: Mapping[str, Any]) -> Observation:
         try:
             images[camera] = np.asarray(read_image(image, Path.cwd()).read())
         except RowError as error:
-            raise ConfigError(f"camera {camera}: {error.reason}", where=OBSERVATION, remedy=FORM) from error
+            place = f"{OBSERVATION}['images']"
+            raise ConfigError(f"camera {camera}: {error.reason}", where=place, remedy=FORM) from error
     state, instruction = given.get("state"), given.get("instruction", "")
     if not isinstance(instruction, str):
-        raise ConfigError(f"the instruction is {instruction!r:.60}", where=OBSERVATION, remedy=FORM)
+        raise ConfigError(f"the instruction is {instruction!r:.60}", where=f"{OBSERVATION}['instruction']", remedy=FORM)
     if state is not None:
+        place = f"{OBSERVATION}['state']"
         try:
             state = np.asarray(state, np.float32)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the state is {state!r:.60}", where=OBSERVATION, remedy=FORM) from error
+            raise ConfigError(f"the state is {state!r:.60}", where=place, remedy=FORM) from error
         if state.ndim != 1 or not np.isfinite(state).all():
-            raise ConfigError(f"the state is {state.tolist()!r:.60}", where=OBSERVATION, remedy=FORM)
+            what = f"the state is {state.tolist()!r:.60}, not a vector of finite numbers"
+            raise ConfigError(what, where=place, remedy=FORM)
     return {"images": images, "instruction": instruction, "state": state}
 
 

@@ -170,6 +170,7 @@ def test_the_command(own: shardtune.Run, tmp_path: Path, monkeypatch: pytest.Mon
         (["--state", "0.3;0.1"], "'0.3;0.1' is no list of numbers"),
         (["--image", "a.png", "--image", "b.png"], "not known of which camera"),
         (["--image", f"wrist={tmp_path}/none.png"], "camera wrist: the image .*none.png does not exist"),
+        (["--state", "NaN,1"], r"the state is \[nan, 1.0\], not a vector of finite numbers"),
         ([], r"values of shape \[\] do not have the 2 dimensions"),
     ):
         with pytest.raises(ShardtuneError, match=what):
@@ -208,7 +209,8 @@ def test_built_in_models_act_alike(folder: Path, tmp_path: Path, kind: str) -> N
             ([f"--image=top={tmp_path}/a.png"], "the images are of top, the model was trained with wrist", "--image"),
             ([*shown, shown[0]], "two images of the camera wrist", "--image"),
             (shown[:1], "the observation has no instruction", "--instruction"),
-            ([f"--image=wrist={tmp_path}/none.png"], "does not exist", "--image, --state, --instruction"),
+            ([f"--image=wrist={tmp_path}/none.png"], "does not exist", "--image"),
+            ([*shown, "--state=1,2"], "the model does not read the state", "--state"),
         ):
             with pytest.raises(ConfigError, match=what) as error:
                 command(str(copy), *words)

@@ -46,6 +46,7 @@ MOST_PIXELS = 64_000_000
 """The most pixels of an image; decoded, they take 192 MB."""
 _PLAIN_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _DRAFT = (64, 64)
+_LONGEST_PATH, _LONGEST_NAME, _SHOWN = 4095, 255, 60
 _LARGEST = 255
 _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)
@@ -233,7 +234,9 @@ def _stored(value: object, folder: Path, hosts: Sequence[str]) -> tuple[ImageKin
         return _file(value, folder)
     if not isinstance(value, str):
         raise RowError(f"an image is {type(value).__name__}, not a path, URL, bytes or base64 text")
-    if value.startswith("data:"):
+    if not value.strip():
+        raise RowError("an image is an empty text, not a path, URL, bytes or base64 text")
+    if value[:5].lower() == "data:":
         return ImageKind.ENCODED, _of_data_url(value)
     if value.startswith(("http://", "https://")):
         return ImageKind.ENCODED, fetch(value, hosts)
@@ -299,6 +302,9 @@ def _of_mapping(value: Mapping[str, object], folder: Path, hosts: Sequence[str])
 def _file(path: Path, folder: Path) -> tuple[ImageKind, bytes]:
     place = (folder / path.expanduser()).absolute()
     if not _is_file(place):
+        if len(str(path)) > _LONGEST_PATH or max(map(len, path.parts), default=0) > _LONGEST_NAME:
+            start = as_written(str(path)[:_SHOWN])
+            raise RowError(f"the image {start}… is no path of a file, and no base64 text of an image")
         raise RowError(f"the image {as_written(path)} does not exist (looked for {place})")
     return ImageKind.FILE, str(place).encode()
 

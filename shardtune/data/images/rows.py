@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence, Sized
+import re
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,8 @@ IMAGE_MARK = "\ue0f7"
 IMAGE_TAG = "<image>"
 SHOWN_IMAGE = "⟨image⟩ "
 """An image in a text for a reader."""
+_OTHER_TAG = re.compile(r"<\|?image[ _-]?(?:\d+|pad|here|placeholder)?\|?>", re.IGNORECASE)
+"""Marks of images in other systems' texts."""
 _KEYS = ("images", "image")
 _PARTS = ("image", "image_url", "input_image")
 _SOURCES = ("image", "image_url", "url", "path", "base64", "bytes", "video")
@@ -195,6 +198,11 @@ class _Taken:
             return
         if not places:
             raise RowError(f"{listed} images are listed, and parts name others")
+        if listed == places:  # an index is given more than once
+            unshown = min(set(range(listed)) - set(self._places))
+            raise RowError(
+                f"images[{unshown}] has no place: the parts of type image show others twice, or beyond the list"
+            )
         raise RowError(f"there are {listed} images and {places} places for them ({IMAGE_TAG}, parts of type image)")
 
     def _text(self, text: str) -> str:
@@ -256,13 +264,26 @@ def _is_pair(pair: object) -> bool:
     return isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
 
 
+def _refuse_other_tags(texts: Iterable[object]) -> None:
+    """Refuse texts whose images would go before them although they have marks in other words."""
+    for text in texts:
+        found = _OTHER_TAG.search(text) if isinstance(text, str) else None
+        if found is not None:
+            raise RowError(
+                f"{found[0]!r} is no place of an image: write {IMAGE_TAG} where it belongs, or before the text if "
+                f"{found[0]} is to stay as it is"
+            )
+
+
 def _in_front(example: Example, count: int) -> Example:
     marks = IMAGE_MARK * count
     if isinstance(example, Tokens):
         raise RowError("the row has input_ids and images; a row with images is given as text")
     if isinstance(example, Text):
+        _refuse_other_tags([example.text])
         return Text(marks + example.text)
     if isinstance(example, Completion):
+        _refuse_other_tags([example.prompt, example.completion])
         return Completion(marks + example.prompt, example.completion)
     return _before_turn(example, [n for n, turn in enumerate(example.messages) if turn["role"] == "user"][:1], count)
 
@@ -271,6 +292,7 @@ def _before_turn(chat: Chat, numbers: Sequence[int], count: int) -> Chat:
     """The conversation with images before the text of a turn."""
     if not numbers:
         raise RowError("the row has images, but no user turn to put them into")
+    _refuse_other_tags(turn["content"] for turn in chat.messages)
     messages = list(chat.messages)
     turn = messages[numbers[0]]
     messages[numbers[0]] = {**turn, "content": IMAGE_MARK * count + str(turn["content"])}

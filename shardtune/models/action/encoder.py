@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
@@ -131,7 +132,7 @@ class ActionEncoder(ImageChatEncoder):
         if known is not None and shown != known:
             raise RowError(f"it shows {_listed(shown)}, the first frame of the training data {_listed(known)}")
         images = [read_image(row["images"][camera], self._folder) for camera in shown]
-        prompt, stop = self._prompt(str(row["instruction"]), row["state"], images, key)
+        prompt, stop = self._prompt(self._named(str(row["instruction"]), row["state"], key), images)
         padded = np.asarray(row["action_is_pad"], dtype=bool)
         weights = np.concatenate(
             [np.zeros(len(prompt)), np.repeat(~padded, codec.statistics.dimensions), np.ones(1)], dtype=np.float32
@@ -190,14 +191,11 @@ class ActionEncoder(ImageChatEncoder):
             )
         images = [as_stored(observation["images"][camera]) for camera in shown]
         key = self._key(unnorm_key or self.settings.unnorm_key or "")
-        try:
-            tokens, _ = self._prompt(observation["instruction"], observation["state"], images, key)
-        except RowError as error:
-            raise ModelError(
-                f"the model cannot act on the observation: {error.reason}",
-                where="observation['state']",
-                remedy="give the state of the training data, all of its numbers",
-            ) from error
+        with _unfit("state", "give the state of the training data, all of its numbers"):
+            named = self._named(observation["instruction"], observation["state"], key)
+        part = "instruction" if self.images.image_token in observation["instruction"] else "images"
+        with _unfit(part, "observations are to be like the training data"):
+            tokens, _ = self._prompt(named, images)
         return Prompt(tokens, to_fields(images, len(images)))
 
     def _clipped(self, row: Row, key: str, number: int) -> DataError:
@@ -234,13 +232,15 @@ class ActionEncoder(ImageChatEncoder):
             self._codecs[key] = self.settings.codec(key)
         return self._codecs[key]
 
-    def _prompt(
-        self, instruction: str, state: np.ndarray | None, images: Sequence[StoredImage], key: str
-    ) -> tuple[np.ndarray, int]:
-        """Tokens int32 [length] up to the first action, and where the last image ends in them."""
+    def _named(self, instruction: str, state: np.ndarray | None, key: str) -> dict[str, str]:
+        """The texts for the places of a prompt."""
         named = {"instruction": instruction.lower() if self.form.lower else instruction}
         if self.settings.state == "text":
             named["state"] = self._state(state, key)
+        return named
+
+    def _prompt(self, named: Mapping[str, str], images: Sequence[StoredImage]) -> tuple[np.ndarray, int]:
+        """Tokens int32 [length] up to the first action, and where the last image ends in them."""
         marks = IMAGE_MARK * len(images)
         if self.template is None:
             filled = marks + _filled(self.form.text or PROMPT, named)
@@ -261,9 +261,23 @@ class ActionEncoder(ImageChatEncoder):
         if state is None:
             raise RowError("there is no state, and actor.model.action_state is text")
         statistics = state_statistics(self.settings.norm_stats, key)
-        normalised = statistics.normalise(_finite(state, "state"))
+        values = _finite(state, "state")
+        if values.shape != (statistics.dimensions,):
+            raise RowError(f"the state is {values.tolist()!r:.60}, its statistics have {statistics.dimensions} numbers")
+        normalised = statistics.normalise(values)
         numbers = Bins(self.settings.num_action_bins).encode(normalised) - 1
         return " ".join(map(str, numbers.tolist()))
+
+
+@contextmanager
+def _unfit(part: str, remedy: str) -> Iterator[None]:
+    """Faults of a part of an observation."""
+    try:
+        yield
+    except RowError as error:
+        raise ModelError(
+            f"the model cannot act on the observation: {error.reason}", where=f"observation['{part}']", remedy=remedy
+        ) from error
 
 
 def _finite(values: object, name: str) -> np.ndarray:

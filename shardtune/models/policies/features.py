@@ -99,6 +99,19 @@ def _wrong(what: str) -> ConfigError:
     )
 
 
+class Unfit(ValueError):
+    """What a row or an observation shows is not what the policy takes.
+
+    Args:
+        part: `images`, `state` or `instruction`.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, part: str, reason: str) -> None:
+        super().__init__(reason)
+        self.part = part
+
+
 def camera_of(feature: str) -> str:
     """The camera of a feature: observation.images.top is top, observation.image is image."""
     return next((feature.removeprefix(one) for one in CAMERA_PREFIXES if feature.startswith(one)), feature)

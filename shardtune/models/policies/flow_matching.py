@@ -31,13 +31,22 @@ from shardtune.models.action.environment import Policy as ActFunction
 from shardtune.models.adapter import AdapterRoot, Measured, WeightSource
 from shardtune.models.options import KEY
 from shardtune.models.policies.action_expert import Prefix, Seen, resized, time_features
-from shardtune.models.policies.features import ACTION, STATE, Feature, Features, PolicyOptions, camera_of
+from shardtune.models.policies.features import (
+    ACTION,
+    STATE,
+    Feature,
+    Features,
+    PolicyOptions,
+    Unfit,
+    camera_of,
+)
 from shardtune.models.policies.lerobot_files import CONFIG, PREPROCESSOR
 from shardtune.models.policies.policy import IS_PAD, Policy
 from shardtune.models.policies.vlm_files import tokenizer_files
 from shardtune.models.pretrained import load_tokenizer
 
 PRESENT, TOKENS, WORDS = "present", "tokens", "words"
+LENGTH = "tokenizer_max_length"
 BACKBONE = "vlm_config.json"
 """The config of the vision-language model, beside the policy's own."""
 EMPTY = "observation.images.empty_camera_"
@@ -228,10 +237,10 @@ class FlowPolicy(Policy):
         return Sample(fields=seen | {ACTION: actions, IS_PAD: real})
 
     def _fields(self, images: Mapping[str, np.ndarray], state: Any, instruction: str) -> dict[str, np.ndarray]:
-        """What one row or observation shows, as arrays. Raises ValueError for what the policy does not take."""
+        """What one row or observation shows, as arrays. Raises `Unfit` for what the policy does not take."""
         features = self.features
         if features.state and (state is None or len(state) != features.state):
-            raise ValueError(f"the state is {state}, the policy takes {features.state} numbers")
+            raise Unfit("state", f"the state is {state}, the policy takes {features.state} numbers")
         state = (
             np.zeros(0, np.float32)
             if not features.state
@@ -241,36 +250,39 @@ class FlowPolicy(Policy):
         lacking = [camera_of(name) for name in features.cameras if not name.startswith(EMPTY)]
         lacking = [camera for camera in lacking if camera not in images]
         if not fields[PRESENT].any():
-            raise ValueError(f"there is no camera {', '.join(lacking)}, and the policy needs one at least")
+            raise Unfit("images", f"there is no camera {', '.join(lacking)}, and the policy needs one at least")
         if len(lacking) > self.options.empty_cameras:
-            raise ValueError(
+            raise Unfit(
+                "images",
                 f"there is no camera {', '.join(lacking)}, only {', '.join(images)} "
-                f"({KEY}.empty_cameras: {len(lacking)} lets the policy do without)"
+                f"({KEY}.empty_cameras: {len(lacking)} lets the policy do without)",
             )
         for name, (height, width) in features.cameras.items():
             image = images.get(camera_of(name), np.zeros((height, width, 3), np.uint8))
             if image.shape != (height, width, 3):
-                raise ValueError(
+                raise Unfit(
+                    "images",
                     f"the image of {camera_of(name)!r} is {image.shape[0]} x {image.shape[1]}, the policy takes "
-                    f"{height} x {width} (height x width)"
+                    f"{height} x {width} (height x width)",
                 )
             fields[name] = np.ascontiguousarray(image.transpose(2, 0, 1))
         if not instruction.strip():
-            raise ValueError("the instruction is empty")
+            raise Unfit("instruction", "the instruction is empty")
         words = self._words(instruction)
         return fields | {TOKENS: words, WORDS: np.int64(np.count_nonzero(words >= 0))}
 
     def _words(self, instruction: str) -> np.ndarray:
         """int32 [tokens] of an instruction, which ends with a newline.
 
-        Raises ValueError for one that would be cut where the recipe gives no length.
+        Raises `Unfit` for one that would be cut where the recipe gives no length.
         """
         text = instruction if instruction.endswith("\n") else f"{instruction}\n"
         words, most = self.tokenizer(text)["input_ids"], self.options.tokenizer_max_length
-        if len(words) > most and "tokenizer_max_length" not in self.options.model_fields_set:
-            raise ValueError(
+        if len(words) > most and LENGTH not in self.options.model_fields_set:
+            raise Unfit(
+                "instruction",
                 f"the instruction has {len(words)} tokens, and {most} are read: give {KEY}.tokenizer_max_length: "
-                f"{len(words)}, or {most} to cut it"
+                f"{len(words)}, or {most} to cut it",
             )
         return np.array(words[:most], np.int32)
 
@@ -362,7 +374,7 @@ class FlowPolicy(Policy):
     def _observed(self, observation: Observation) -> dict[str, np.ndarray]:
         try:
             return self._fields(observation["images"], observation["state"], observation["instruction"])
-        except ValueError as error:
+        except Unfit as error:
             raise self._cannot_act(error) from error
 
     # Its directory.
@@ -385,6 +397,8 @@ class FlowPolicy(Policy):
         known = type(self.options).model_fields.keys() - self.not_lerobots
         config = {key: value for key, value in files[CONFIG].items() if key == "type" or key in known}
         config |= {key: False for key in ("load_vlm_weights",) if key in known}  # the trained ones are here
+        if LENGTH not in self.options.model_fields_set:
+            del config[LENGTH]  # given, it cuts longer instructions
         return {**files, CONFIG: config, BACKBONE: self.vlm_config.to_dict(), **tokenizer_files(self.tokenizer)}
 
     @cached_property

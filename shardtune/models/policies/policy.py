@@ -34,6 +34,7 @@ from shardtune.models.policies.features import (
     STATE,
     Features,
     PolicyOptions,
+    Unfit,
     camera_of,
     features_of_rows,
     unseen,
@@ -124,18 +125,19 @@ class Policy(ActingAdapter):
         fields: dict[str, np.ndarray] = {}
         if self.features.state:
             if any(state is None or len(state) != self.features.state for state in states):
-                raise ValueError(f"the state is {states[-1]}, the policy takes {self.features.state} numbers")
+                raise Unfit("state", f"the state is {states[-1]}, the policy takes {self.features.state} numbers")
             fields[STATE] = self.normalizer.state.normalise(np.asarray(states, np.float32))
         for feature, size in self.features.cameras.items():
             camera = camera_of(feature)
             taken = [frame.get(camera) for frame in images]
             for image in taken:
                 if image is None:
-                    raise ValueError(f"there is no camera {camera!r}, only {', '.join(images[-1]) or 'none'}")
+                    raise Unfit("images", f"there is no camera {camera!r}, only {', '.join(images[-1]) or 'none'}")
                 if image.shape != (*size, 3):
-                    raise ValueError(
+                    raise Unfit(
+                        "images",
                         f"the image of {camera!r} is {image.shape[0]} x {image.shape[1]}, the policy takes "
-                        f"{size[0]} x {size[1]} (height x width)"
+                        f"{size[0]} x {size[1]} (height x width)",
                     )
             fields[feature] = np.stack([image.transpose(2, 0, 1) for image in taken if image is not None])
         return fields
@@ -306,16 +308,16 @@ class Policy(ActingAdapter):
                 )
         try:
             return self._seen([frame["images"] for frame in frames], [frame["state"] for frame in frames])
-        except ValueError as error:
+        except Unfit as error:
             raise self._cannot_act(error) from error
 
-    def _cannot_act(self, error: ValueError) -> ModelError:
+    def _cannot_act(self, error: Unfit) -> ModelError:
         cameras = ", ".join(map(camera_of, self.features.cameras))
         inputs = [f"images of {cameras}"] if cameras else []
         inputs += [f"a state of {self.features.state} numbers"] if self.features.state else []
         return ModelError(
             f"the policy cannot act on the observation: {error}",
-            where="observation",
+            where=f"observation['{error.part}']",
             remedy=f"give {' and '.join(inputs)}, as the training data have them",
         )
 

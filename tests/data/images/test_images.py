@@ -258,7 +258,9 @@ def test_bad_images(name: str, place: Path) -> None:
     ("value", "says"),
     [
         ("images", "the image images does not exist"),
-        ("x" * 300, "does not exist"),
+        ("x" * 300, "the image x{60}… is no path"),
+        ("heic/" * 1000, r"the image (heic/){12}… is no path"),
+        (" ", "an image is an empty text"),
         ("iVBORw0KGgo???", "no valid base64"),
         ("data:image/png;base64,a", "no valid base64"),
         (3.5, "an image is float"),
@@ -272,6 +274,8 @@ def test_bad_images(name: str, place: Path) -> None:
     ids=[
         "missing",
         "long",
+        "longer",
+        "blank",
         "cut base64",
         "cut data URL",
         "number",

@@ -145,6 +145,8 @@ def test_final_acts_without_data_and_backbone(folder: Path, kind: str) -> None:
     final = run.dir / "final"
     config = json.loads((final / "config.json").read_text())
     assert (config["type"], config.get("load_vlm_weights", False)) == (kind, False)
+    with pytest.raises(ModelError, match=r"instruction has 60\d tokens, and 48 are read"):  # no length was given
+        shardtune.load_policy(final).select_action(observation(instruction="%&" * 300))
     steps = json.loads((final / "policy_preprocessor.json").read_text())["steps"]
     assert [step["registry_name"] for step in steps][2:4] == [f"{kind}_new_line_processor", "tokenizer_processor"]
     weights = load_file(final / "model.safetensors")
@@ -274,8 +276,12 @@ def test_an_observation_without_a_camera_or_an_instruction_is_refused(folder: Pa
     lenient = policy_of(recipe(folder, "smolvla", options={"empty_cameras": 2}))
     with pytest.raises(ModelError, match="there is no camera top, wrist, and the policy needs one at least"):
         lenient.check_observation(observation(images={}))
-    with pytest.raises(ModelError, match="the instruction is empty"):
+    with pytest.raises(ModelError, match="the instruction is empty") as error:
         act([observation(instruction=" ")])
+    assert error.value.where == "observation['instruction']"
+    with pytest.raises(ModelError, match=r"the state is \[1\.\], the policy takes 2 numbers") as error:
+        act([observation(state=np.ones(1, np.float32))])
+    assert error.value.where == "observation['state']"
     with pytest.raises(ModelError, match=r"the instruction has 60\d tokens, and 48 are read: give .*_max_length: 60\d"):
         act([observation(instruction="%&" * 300)])
     assert len(policy_of(recipe(folder, "smolvla", options={"tokenizer_max_length": 4}))._words("lift it up")) == 4

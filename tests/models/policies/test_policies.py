@@ -162,6 +162,7 @@ def test_what_is_saved_acts_without_the_data(folder: Path, kind: str, tmp_path: 
         for file in name:
             (tmp_path / file).unlink()
         policy = shardtune.load_policy(tmp_path)
+        assert policy.unread == ("instruction",)
         given = [{key: one[key] for key in ("images", "state")} for one in seen]
         expected = [found[0][0, 0], found[0][0, 1], found[0][2, 0]]  # two of a chunk are executed
         for _ in range(2):
