@@ -29,7 +29,7 @@ IMAGE_MARK = "\ue0f7"
 IMAGE_TAG = "<image>"
 SHOWN_IMAGE = "⟨image⟩ "
 """An image in a text for a reader."""
-_OTHER_TAG = re.compile(r"<\|?image[ _-]?(?:\d+|pad|here|placeholder)?\|?>", re.IGNORECASE)
+_OTHER_TAG = re.compile(r"<\|?image[ _-]?(?:\d+|pad|here)?\|?>", re.IGNORECASE)
 """Marks of images in other systems' texts."""
 _KEYS = ("images", "image")
 _PARTS = ("image", "image_url", "input_image")
