@@ -395,8 +395,11 @@ def _file_vectors(file: SourceFile, columns: Mapping[str, str]) -> Iterator[File
 
 
 def _not_finite(file: SourceFile, vectors: FileVectors, at: int) -> DataError:
+    name, values = "action", vectors.actions[at]
+    if vectors.state is not None and np.isfinite(values).all():
+        name, values = "state", vectors.state[at]
     return DataError(
-        f"the action {vectors.actions[at].tolist()} or the state is not finite",
+        f"the {name} {values.tolist()} is not finite",
         where=f"{file.label}: episode {vectors.episodes[at]}, frame {vectors.frames[at]}",
         remedy="mend the frame, or set data.on_bad_row=skip to leave such frames out",
     )

@@ -61,7 +61,8 @@ def adapters_in_brief(trained: Sequence[tuple[str, int, int]]) -> list[tuple[str
         stack = (f"{found['blocks']}: " if found["blocks"] else "") + "LoRA on" if found else name
         named = modules.setdefault(stack, [])
         if found:
-            module = found["module"].rpartition(".")[2]
+            parts = found["module"].split(".")
+            module = ".".join(parts[-2:] if parts[-1] == "*" else parts[-1:])
             named += [module] if module not in named else []
         before = counts.get(stack, (0, 0))
         counts[stack] = before[0] + tensors, before[1] + parameters

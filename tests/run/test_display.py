@@ -24,10 +24,11 @@ def test_the_tensors_of_an_adapter_are_one_line() -> None:
         (f"{tower}.qkv.lora_magnitude_vector.default.weight", 1, 1),
     ]
     trained += [("lm_head.lora_embedding_A.default", 1, 5), ("model.norm.weight", 1, 4)]
+    trained += [("model.visual.merger.mlp.*.lora_A.default.weight", 2, 6)]
     assert adapters_in_brief(trained) == [
         ("model.layers.*: LoRA on q_proj, v_proj", 8, 32),
         ("tower.blocks.*: LoRA on qkv", 2, 4),
-        ("LoRA on lm_head", 1, 5),
+        ("LoRA on lm_head, mlp.*", 3, 11),
         ("model.norm.weight", 1, 4),
     ]
 

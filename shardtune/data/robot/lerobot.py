@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,21 @@ def open_lerobot(folder: str | Path) -> LeRobotSet:
         raise DataError(f"meta/ is not as version {version} has it: {error!r}", where=where, remedy=COPY) from error
     if not episodes:
         raise DataError("the data set has no episode", where=where, remedy=COPY)
+    _check_count(info.get("total_episodes"), episodes, where)
     return LeRobotSet(folder, version, features, episodes, tasks, _splits(info.get("splits") or {}, where))
+
+
+def _check_count(total: object, episodes: Sequence[EpisodeRecord], where: str) -> None:
+    """Refuse a list of episodes that is not complete, as one of whose files some were not copied, or has some twice."""
+    twice = next((one.index for one, after in pairwise(episodes) if one.index == after.index), None)
+    if twice is not None:
+        raise DataError(f"meta/ lists episode {twice} more than once", where=where, remedy=COPY)
+    if isinstance(total, int) and total != len(episodes):
+        raise DataError(
+            f"total_episodes is {total}, and meta/ lists {len(episodes)} episodes",
+            where=where,
+            remedy=f"{COPY}; if no episode is missing, write total_episodes: {len(episodes)}",
+        )
 
 
 def _splits(given: Any, where: str) -> dict[str, str]:

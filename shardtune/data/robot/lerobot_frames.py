@@ -255,7 +255,10 @@ class _FrameFile:
         values = table.column(column).combine_chunks()
         kind = values.type
         inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) else kind
-        if not any(is_number(inner) for is_number in _NUMBERS) or (values.null_count and inner is not kind):
+        if values.null_count and inner is not kind:
+            row = values.is_null().index(True).as_py() + 1
+            raise self._fault(f"the column {column!r} is null in row {row}")
+        if not any(is_number(inner) for is_number in _NUMBERS):
             raise self._fault(f"the column {column!r} holds {kind}, not vectors of numbers", "name it in data.columns")
         if inner is kind:
             return values.to_numpy(zero_copy_only=False).astype(np.float32)[:, None]

@@ -92,6 +92,13 @@ class _Shape:
         state = None if episode.state is None else episode.state.shape[1]
         return cls(cameras, state, episode.actions.shape[1], episode.rewards is not None)
 
+    def in_words(self) -> str:
+        """For a message."""
+        images = [f"{name} of {size[0]} x {size[1]}" for name, size in self.cameras.items()]
+        parts = [f"the cameras {', '.join(images) or 'none'} (height x width)", f"actions of {self.action} numbers"]
+        parts += ["no state" if self.state is None else f"states of {self.state}"]
+        return ", ".join([*parts, "rewards" if self.rewards else "no rewards"])
+
     @property
     def vectors(self) -> dict[str, int]:
         """The columns of vectors and their dimensions."""
@@ -183,7 +190,7 @@ class _Writer:
                 shape = shape or found
                 if found != shape:
                     raise DataError(
-                        f"it has {found}, the first one {shape}",
+                        f"it has {found.in_words()}; the first one {shape.in_words()}",
                         where=f"episode {self._episodes}",
                         remedy="write episodes of other cameras or dimensions into a separate data set",
                     )

@@ -313,12 +313,12 @@ class Policy(ActingAdapter):
 
     def _cannot_act(self, error: Unfit) -> ModelError:
         cameras = ", ".join(map(camera_of, self.features.cameras))
-        inputs = [f"images of {cameras}"] if cameras else []
-        inputs += [f"a state of {self.features.state} numbers"] if self.features.state else []
+        parts = {"images": f"images of {cameras}", "state": f"a state of {self.features.state} numbers"}
+        said = parts.get(error.part, "an instruction")
         return ModelError(
             f"the policy cannot act on the observation: {error}",
             where=f"observation['{error.part}']",
-            remedy=f"give {' and '.join(inputs)}, as the training data have them",
+            remedy=f"give {said}, like those of the training data",
         )
 
     def action_error(self, chunk: torch.Tensor, batch: Batch) -> dict[str, tuple[float, float]]:

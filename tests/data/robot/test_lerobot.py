@@ -681,3 +681,33 @@ def test_data_sets_whose_numbers_mean_other_things_are_named(tmp_path: Path, dat
         "and data.transform may order them",
         "three: it has 30 frames a second, one 10: the same number of actions is another time",
     ]
+
+
+def test_a_list_of_episodes_that_is_not_complete_is_refused(foreign) -> None:
+    """One that lacks episodes, or has one twice, as two copies of one file give."""
+    change_info(foreign, total_episodes=3)
+    with pytest.raises(DataError, match="total_episodes is 3, and meta/ lists 2 episodes") as error:
+        open_lerobot(foreign)
+    assert "write total_episodes: 2" in str(error.value.remedy)
+    change_info(foreign, total_episodes=2)
+    file = foreign / "meta" / "episodes.jsonl"
+    file.write_text(file.read_text() + file.read_text().splitlines()[0] + "\n")
+    with pytest.raises(DataError, match="meta/ lists episode 0 more than once"):
+        open_lerobot(foreign)
+
+
+def test_a_vector_that_is_null_is_named(written, read) -> None:
+    folder, _ = written
+    file = sorted(folder.glob("data/**/*.parquet"))[1]
+    table = pq.read_table(file)
+    at, values = table.schema.get_field_index("action"), table["action"].to_pylist()
+    values[1] = None
+    pq.write_table(table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type)), file)
+    with pytest.raises(DataError, match="the column 'action' is null in row 2"):
+        list(read(folder))
+
+
+def test_an_episode_of_another_shape_is_described(tmp_path) -> None:
+    odd = replace(episode(2), images={"top": np.zeros((2, 4, 6, 3), np.uint8)})
+    with pytest.raises(DataError, match=r"it has the cameras top of 4 x 6 \(height x width\), actions of \d numbers"):
+        write_lerobot(tmp_path / "robot", [episode(3), odd], fps=10)
