@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardtune.config import Recipe
-from shardtune.data.encoder import FrameOptions
+from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.robot.images import decode_frame
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.data.sources.source import usable_rows
@@ -99,7 +99,7 @@ def _wrong(what: str) -> ConfigError:
     )
 
 
-class Unfit(ValueError):
+class Unfit(RowError):
     """What a row or an observation shows is not what the policy takes.
 
     Args:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
@@ -17,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load, load_file, save_file
 
 import shardtune
 from shardtune.batch import LossSum
 from shardtune.config import load_recipe
-from shardtune.data.encoder import FrameOptions
+from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.chunks import ObservationHistory
@@ -313,3 +315,15 @@ def test_the_statistics_of_a_directory_keep_the_name_of_their_data_set(folder: P
     values["model"]["unnorm_key"] = "light"
     with pytest.raises(ConfigError, match=r"the statistics are those in .*, of other, not of 'light'"):
         policy_of(values).notes()
+
+
+def test_a_row_of_another_size_is_described_in_words(folder: Path) -> None:
+    """Without the name of an exception and a line of code."""
+    adapter = policy_of(recipe(folder, "act"))
+    frames = FrameOptions(adapter.action_chunk, adapter.observation_steps)
+    (source,) = resolve_sources(str(folder / "light"), adapter.recipe.data, frames=frames, report=lambda text: None)
+    row = next(iter(source.rows(source.files[0])))[1]
+    picture = io.BytesIO()
+    Image.new("RGB", (14, 28)).save(picture, "PNG")
+    with pytest.raises(RowError, match=r"^the image of 'wrist' is 28 x 14, the policy takes 28 x 28"):
+        adapter.encode({**row, "images": {"wrist": {"bytes": picture.getvalue()}}})
