@@ -297,7 +297,7 @@ def test_values_of_what_is_saved(folder: Path, tmp_path: Path, lora: bool) -> No
     assert shardtune.load_policy(copy).value(seen) == value
     Image.fromarray(seen["images"]["wrist"]).save(tmp_path / "seen.png")
     words = ["act", str(final), "--image", str(tmp_path / "seen.png"), "--instruction", seen["instruction"]]
-    found = CliRunner().invoke(app, [*words, "--state", "0.5,0.25", "--json"], catch_exceptions=False)
+    found = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
     assert json.loads(found.stdout)["value"] == pytest.approx(value)
     again = recipe(folder, "again", model__model_path=str(copy), model__action_tokens="auto")
     again["actor"]["model"]["value_head"] = {"sizes": [4], "discount": DISCOUNT}

@@ -323,6 +323,7 @@ def test_a_row_of_another_size_is_described_in_words(folder: Path) -> None:
     frames = FrameOptions(adapter.action_chunk, adapter.observation_steps)
     (source,) = resolve_sources(str(folder / "light"), adapter.recipe.data, frames=frames, report=lambda text: None)
     row = next(iter(source.rows(source.files[0])))[1]
+    assert not isinstance(row, RowError)
     picture = io.BytesIO()
     Image.new("RGB", (14, 28)).save(picture, "PNG")
     with pytest.raises(RowError, match=r"^the image of 'wrist' is 28 x 14, the policy takes 28 x 28"):
