@@ -233,6 +233,13 @@ def replaced(texts: Sequence[str]) -> list[str]:
     return [*found]
 
 
+def set_keys(texts: Sequence[str]) -> list[str]:
+    """The dotted keys that overrides set, in the long form; those of config groups are left out."""
+    given = [override for override in _parse(texts) if not _chooses_group(override)]
+    found = (key for override in given for key, _ in _leaves(_present(override.key), override.value))
+    return [*dict.fromkeys(found)]
+
+
 def with_keys(overrides: Sequence[str], keys: Sequence[str]) -> list[str]:
     """A command's overrides with further ones, which replace those of the same keys."""
     names = {_name(word) for word in keys}

@@ -58,14 +58,14 @@ def require_consent(recipe: Recipe, trusted: Iterable[str], place: Path) -> None
         place: the recipe's file.
 
     Raises:
-        ConfigError: names the code.
+        ConfigError: names the code; or what is trusted and is none of it.
     """
-    named = [*trusted]
-    known = {*named, *(str(Path(name).expanduser().resolve()) for name in named)}
+    trusted, code = [*trusted], named_code(recipe)
+    refuse_unnamed(trusted, code, place)
     unknown = {
         name: key
-        for name, key in named_code(recipe).items()
-        if not {name, str(Path(name).resolve())} & known and not _is_recorded(name)
+        for name, key in code.items()
+        if not any(is_same_code(word, name) for word in trusted) and not _is_recorded(name)
     }
     if unknown:
         raise ConfigError(
@@ -74,6 +74,33 @@ def require_consent(recipe: Recipe, trusted: Iterable[str], place: Path) -> None
             where=str(place),
             remedy="read it; to execute it, name it: " + " ".join(f"--trust {name}" for name in unknown),
         )
+
+
+def is_same_code(word: str, name: str) -> bool:
+    """Whether a word of `--trust` is a file, module or model that is named elsewhere."""
+    paths = (str(Path(word).expanduser().resolve()), str(Path(name).resolve()))
+    return word == name or word == paths[1] or paths[0] in (name, paths[1])
+
+
+def refuse_unnamed(trusted: Iterable[str], code: Iterable[str], place: str | Path) -> None:
+    """Refuse consent to what would not be executed, such as a misspelt file.
+
+    Args:
+        trusted: files, modules and models that the user consents to.
+        code: what would be executed.
+        place: the file or model that names it.
+
+    Raises:
+        ConfigError: names the first word that is none of it.
+    """
+    code = [*code]
+    for word in trusted:
+        if not any(is_same_code(word, name) for name in code):
+            raise ConfigError(
+                f"{word} is no code that {place} names, so that nothing of it would be executed",
+                where=f"--trust {word}",
+                remedy=f"leave it out, or write what is named there: {', '.join(code)}" if code else "leave it out",
+            )
 
 
 def _is_recorded(name: str) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
 from shardtune.config import Recipe, load_recipe
-from shardtune.config.own_code import named_code
+from shardtune.config.own_code import named_code, refuse_unnamed
 from shardtune.config.user_code import import_plugins
 from shardtune.errors import ConfigError
 from shardtune.launch.local import run_ranks
@@ -18,6 +18,7 @@ from shardtune.launch.signals import end_with_parent, listening
 from shardtune.parallel.ranks import leave_ranks
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.display import Display
+from shardtune.run.evaluation_notes import idle_overrides, trained_rows
 from shardtune.run.identity import FINAL
 from shardtune.run.overridden import overridden
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
@@ -53,6 +54,7 @@ def evaluate(
                 remedy="leave it out, or give the directory of a run",
             )
         recipe = load_recipe(target, overrides, in_memory=["data.train_data_paths"])
+        refuse_unnamed(trust, named_code(recipe), "the recipe" if target is None else target)
     else:
         require_same_worker(load_run(run_dir, trust=trust))
         recipe = overridden(load_run(run_dir).recipe, overrides)
@@ -63,6 +65,13 @@ def evaluate(
         end_with_parent()
     with recipe.spelling.in_errors():
         return _evaluate(recipe, run_dir, overrides, checkpoint=checkpoint, trust=trust)
+
+
+def _notes(recipe: Recipe, run_dir: Path | None, overrides: Sequence[str]) -> Iterator[str]:
+    """What overrides do not do, or not as it seems."""
+    yield from idle_overrides(recipe, overrides)
+    if run_dir is not None:
+        yield from trained_rows(load_run(run_dir).recipe, recipe, run_dir)
 
 
 def _no_target(path: Path) -> ConfigError:
@@ -100,6 +109,8 @@ def _evaluate(
     if not worker.evaluates:
         raise nothing_to_evaluate()
     if worker.ranks.is_main:
+        for note in _notes(recipe, run_dir, overrides):
+            Display().report(note)
         model = str(recipe.actor.model.model_path) if run_dir is None else f"{run_dir}, checkpoint {checkpoint}"
         Display().report(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
     with Display().during("evaluating") if worker.ranks.is_main else nullcontext():
@@ -133,7 +144,8 @@ def _evaluated_on(worker: FSDPSftWorker, episodes: Path) -> str:
 def _evaluate_on_ranks(target: str | Path | None, overrides: Sequence[str], checkpoint: str, recipe: Recipe) -> None:
     runner, is_run = recipe.runner, target is not None and Path(target).is_dir()
     # A rank on another host has no record of the code that is executed here.
-    consent = [word for name in named_code(recipe) for word in ("--trust", name)] if is_run else []
+    known = named_code(load_run(target).recipe) if is_run and target is not None else ()
+    consent = [word for name in known for word in ("--trust", name)]
     rest = ["--checkpoint", checkpoint, *consent]
     if runner.launcher == "local":
         named = [] if target is None else [str(target)]

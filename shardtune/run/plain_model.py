@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from shardtune.config import ModelConfig, Recipe
+from shardtune.config.own_code import refuse_unnamed
 from shardtune.config.paths import exists, user_path
 from shardtune.config.stored_recipe import stored_recipe
 from shardtune.errors import ConfigError, ModelError
@@ -114,7 +115,8 @@ class PlainModel(Run):
         place = str(self.dir)
         adapter = self.dir / ADAPTER
         base = _base_of(adapter) if adapter.is_file() else place
-        trusted = any(name == base or Path(name).expanduser().resolve() == Path(base).resolve() for name in self._trust)
+        refuse_unnamed(self._trust, [base], self.dir)
+        trusted = bool(self._trust)
         config = _config_of(base, place, trusted)
         task = described_task(settings_directory(place) or self.dir, config)
         model = {

@@ -59,6 +59,15 @@ def test_consent_names_each_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     )
 
 
+def test_consent_to_what_is_not_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    record_own_code(recipe())
+    with pytest.raises(ConfigError, match=r"plugins.py is no code that .* names") as told:
+        require_consent(recipe(), ["/theirs/plugin.py", "plugins.py"], CONFIG)
+    assert told.value.where == "--trust plugins.py"
+    assert "named there: /theirs/plugin.py, a_module" in str(told.value.remedy)
+
+
 def test_who_trained_with_it_needs_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     record_own_code(recipe())

@@ -177,6 +177,19 @@ COMMANDS: list[Case] = [
     Case("answer by a run of other people's code", "generate runs/done --prompt '?'", says=CODE, prepare=foreign),
     Case("evaluate a run of other people's code", "eval runs/done", says=CODE, prepare=foreign),
     Case("export a run of other people's code", "export runs/done --to out", says=CODE, prepare=foreign),
+    *(
+        Case(
+            f"{name} trusting what is not named",
+            f"{command} --trust nope.py",
+            says=f"nope.py | {place} names | --trust",
+        )
+        for name, command, place in (
+            ("evaluate", "eval runs/done", "runs/done/config.yaml"),
+            ("export", "export runs/done --to out", "runs/done/config.yaml"),
+            ("evaluate a recipe", "eval recipe.yaml", "recipe.yaml"),
+            ("ask a model", "generate model Hello", "model"),
+        )
+    ),
     Case(
         "answer half of a surrogate pair",
         "generate runs/done --file ask.jsonl",
