@@ -60,6 +60,7 @@ def launch(
     from shardtune.launch.jobs.commands import COMMANDS, LAUNCHERS, launch_commands
 
     path, overrides = split_words(recipe)
+    _refuse_two_numbers(overrides, nodes, nproc_per_node, max_restarts)
     if by is not None and by not in (*LAUNCHERS, "all"):
         raise ConfigError(f"{by} is not a known launcher", where="--by", remedy=f"{', '.join(LAUNCHERS)} or all")
     if not show:
@@ -73,6 +74,33 @@ def launch(
     launchers = COMMANDS if by is None else LAUNCHERS if by == "all" else (by,)
     again = {"fewest": min_nodes, "restarts": max_restarts}
     typer.echo(launch_commands(path, overrides, nodes, nproc_per_node, launchers, **again, array=array))
+
+
+def _refuse_two_numbers(overrides: Sequence[str], nodes: int, per_node: int | None, restarts: int) -> None:
+    """Refuse an option and an override that give one number as two.
+
+    Args:
+        overrides: `key=value`.
+        nodes: hosts.
+        per_node: ranks on each; None: not given.
+        restarts: how often to restart after a loss; 0: not given.
+    """
+    from shardtune.config.overrides import written_value
+
+    options: list[tuple[str, int, str, int]] = []
+    if per_node is not None:
+        options.append(("--nproc-per-node", per_node, "runner.nproc_per_node", per_node))
+        options.append(("--nproc-per-node", per_node, "runner.num_ranks", nodes * per_node))
+    if restarts:
+        options.append(("--max-restarts", restarts, "runner.max_restarts", restarts))
+    for option, number, key, meant in options:
+        written = written_value(overrides, key)
+        if written not in (None, str(meant)):
+            raise ConfigError(
+                f"{option} {number} and {key}={written} contradict each other",
+                where="shardtune launch",
+                remedy=f"leave one of them out: {option} sets {key}",
+            )
 
 
 @dataclass(frozen=True, slots=True)

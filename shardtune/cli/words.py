@@ -50,7 +50,8 @@ def is_override(word: str) -> bool:
 def refuse_keys(command: str, words: Sequence[str], options: Mapping[str, str], as_text: str) -> None:
     """Refuse an override of a recipe's key where words are texts that the model reads.
 
-    A text such as `a.b=c`, which begins with no section and no key of a recipe, stays a text.
+    A key's last part alone counts too, in a word without blanks: `max_new_tokens=3`. A text such as `a.b=c`, which
+    begins with no section and no key of a recipe, stays a text.
 
     Args:
         command: which takes no overrides.
@@ -58,23 +59,43 @@ def refuse_keys(command: str, words: Sequence[str], options: Mapping[str, str], 
         options: of the command, by the key whose value they have in it.
         as_text: how the word itself is written as a text; `{}` stands for it.
     """
-    from shardtune.config.keys import KEYS
-    from shardtune.config.schema import ACTOR_KEYS, Recipe, present_key
-
-    sections = (*Recipe.model_fields, *ACTOR_KEYS)
     for word in words:
         name, equals, value = word.partition("=")
         key = name.lstrip("+")
-        is_key = present_key(key) in KEYS or (DOTTED.fullmatch(key) and key.partition(".")[0] in sections)
-        if not equals or not is_key or _is_file(word):
+        meant = _keys_meant(key, value) if equals and not _is_file(word) else []
+        if not meant:
             continue
-        option = options.get(present_key(key))
+        option = next((options[one] for one in meant if one in options), None)
         instead = f"write {option} {shlex.quote(value)}" if option else f"shardtune {command} --help lists its options"
         raise ConfigError(
-            f"{command} takes no overrides of keys, and {key} is a key of a recipe",
+            f"{command} takes no overrides of keys, and {_as_key(key, meant)} of a recipe",
             where=word,
             remedy=f"{instead}; as a text to the model: {as_text.format(shlex.quote(word))}",
         )
+
+
+def _keys_meant(key: str, value: str) -> list[str]:
+    """The keys of a recipe that `key=value` may mean; the key itself where it begins with a section."""
+    from shardtune.config.keys import ALIASES, KEYS
+    from shardtune.config.schema import ACTOR_KEYS, Recipe, present_key
+
+    present = present_key(key)
+    if present in KEYS or (DOTTED.fullmatch(key) and key.partition(".")[0] in (*Recipe.model_fields, *ACTOR_KEYS)):
+        return [present]
+    if not key or any(map(str.isspace, value)):
+        return []
+    named = [ALIASES[key]] if key in ALIASES else []
+    return list(dict.fromkeys([*named, *(full for full in KEYS if full.rpartition(".")[2] == key)]))
+
+
+def _as_key(key: str, meant: Sequence[str]) -> str:
+    """What a typed key is, in a sentence that `of a recipe` ends."""
+    from shardtune.config.schema import present_key, short_key
+
+    if meant[0] == present_key(key):
+        return f"{key} is a key"
+    shown = [short_key(full) for full in meant]
+    return f"{key} is {' or '.join(shown)}" if len(shown) < 4 else f"{key} is a part of keys"
 
 
 def refuse_models(command: str, words: Sequence[str], as_text: str) -> None:

@@ -240,6 +240,11 @@ def set_keys(texts: Sequence[str]) -> list[str]:
     return [*dict.fromkeys(found)]
 
 
+def written_value(texts: Sequence[str], key: str) -> str | None:
+    """The value of a key as the last override that sets it has it; None where none does."""
+    return next((text.partition("=")[2] for text in reversed(texts) if _name(text) == _present(key)), None)
+
+
 def with_keys(overrides: Sequence[str], keys: Sequence[str]) -> list[str]:
     """A command's overrides with further ones, which replace those of the same keys."""
     names = {_name(word) for word in keys}

@@ -45,7 +45,13 @@ def adapter(
     if listing:
         from shardtune.verify.report import list_checks
 
-        list_checks()
+        if words:
+            raise ConfigError(
+                f"--list checks nothing, so that {words[0]} has no effect",
+                where="shardtune verify adapter --list",
+                remedy="leave one of them out",
+            )
+        list_checks(only or ())
         return
     name, recipe, overrides = _split(words or [])
     from shardtune.verify.adapter import verify_adapter

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardtune.verify.adapter import CHECKS
+from shardtune.verify.adapter import chosen
 from shardtune.verify.result import Report
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
@@ -46,9 +47,9 @@ def summary(report: Report) -> str:
     return f"{report.subject}: {counted} of {len(report.results)} checks in {seconds:.0f} s"
 
 
-def list_checks(console: Console | None = None) -> None:
-    """Print the names of the checks and the properties they check."""
+def list_checks(only: Collection[str] = (), console: Console | None = None) -> None:
+    """Print the names of the checks, or of those that are named, and the properties they check."""
     table = Table(show_header=False, box=None)
-    for check in CHECKS:
+    for check in chosen(only):
         table.add_row(check.name, Text(check.title))
     (console or Console()).print(table)

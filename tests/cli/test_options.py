@@ -33,6 +33,23 @@ from shardtune.evaluate.generate import Sampling
         (["chat", "runs/x", "optim.lr=3"], r"chat takes no overrides of keys, and optim\.lr"),
         (["chat", "runs/x", "--template-kwargs", '{"a": 1, "a": 2}'], "the key 'a' is there twice"),
         (["predict", "runs/x", "a text", "micro_batch_size=3"], "predict takes no overrides of keys"),
+        (
+            ["generate", "runs/x", "max_new_tokens=3"],
+            r"max_new_tokens is eval\.max_new_tokens of a recipe(?s:.*)write --max-new-tokens 3; .*--prompt max_new",
+        ),
+        (["generate", "runs/x", "lr=3"], r"lr is optim\.lr of a recipe"),
+        (["generate", "runs/x", "name=x or y", "--prepared"], "--prepared is about the rows of --file"),
+        (["generate", "runs/x", "--prompt", "lr=3", "--prepared"], "--prepared is about the rows of --file"),
+        *(
+            (["launch", "recipe.yaml", "--print", *words.split()], f"{what} contradict each other")
+            for words, what in (
+                ("--nproc-per-node 2 runner.nproc_per_node=4", r"--nproc-per-node 2 and runner\.nproc_per_node=4"),
+                ("--nproc-per-node 2 --nodes 2 runner.num_ranks=2", r"--nproc-per-node 2 and runner\.num_ranks=2"),
+                ("--max-restarts 2 runner.max_restarts=1", r"--max-restarts 2 and runner\.max_restarts=1"),
+            )
+        ),
+        (["verify", "adapter", "mine.py:Mine", "--list"], "--list checks nothing, so that mine.py:Mine has no effect"),
+        (["verify", "adapter", "--list", "--only", "sum"], "there is no check 'sum'"),
     ],
 )
 def test_options_that_exclude_each_other(words: list[str], what: str) -> None:

@@ -213,6 +213,8 @@ def test_checks_are_listed() -> None:
     assert outcome.code == 0
     for check in CHECKS:
         assert f" {check.name} " in outcome.out
+    outcome = run_cli("verify", "adapter", "--list", "--only", "sums")
+    assert [check.name for check in CHECKS if f" {check.name} " in outcome.out] == ["sums"]
 
 
 ROWLESS = """

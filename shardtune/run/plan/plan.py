@@ -197,7 +197,7 @@ class Planner:
         adapter.check_layout(layout)
         work = self.rows(recipe, adapter, layout)
         found, notes = measured(recipe, adapter, layout, work, hardware.on_cuda)
-        notes = [*notes, *_of_quantized(recipe), *_of_fast_parts(recipe)]
+        notes = [*work.notes, *notes, *_of_quantized(recipe), *_of_fast_parts(recipe)]
         peak = sum(found.memory.values()) if found.memory else 0.0
         reserve = INTERPRETER
         if hardware.on_cuda:

@@ -60,6 +60,7 @@ class Work:
         steps: optimizer steps of the run; None: unknown.
         tokens: of the run; None: unknown.
         longest: tokens of the longest row.
+        notes: on the rows.
     """
 
     source: str
@@ -71,6 +72,7 @@ class Work:
     steps: int | None
     tokens: float | None
     longest: int
+    notes: Sequence[str] = ()
 
 
 Rows = Callable[[Recipe, Adapter, Layout], Work]
@@ -178,4 +180,16 @@ def assumed(recipe: Recipe, layout: Layout, given: Given) -> Work:
         steps=steps,
         tokens=tokens,
         longest=length,
+        notes=_beyond(recipe, length),
     )
+
+
+def _beyond(recipe: Recipe, length: int) -> list[str]:
+    """A note if training has no rows of this length."""
+    data = recipe.data
+    if length <= data.max_length:
+        return []
+    return [
+        f"--length {length} is above data.max_length ({data.max_length}), so that training has no such rows "
+        f"(data.on_too_long: {data.on_too_long}): add data.max_length={length}"
+    ]

@@ -72,6 +72,21 @@ def test_the_last_step_of_an_epoch_has_the_tokens_that_are_left(
     assert "0.00102 s a step, under 1 s in all" in text
 
 
+def test_a_length_that_training_does_not_have(config_alone: Path) -> None:
+    words = ["data.max_length=32", "runner.max_steps=1"]
+
+    def notes(length: int) -> list[str]:
+        given = Given(length=length)
+        found = planner(str(config_alone), words, ranks=1, given=given, memory=None, report=lambda _: None).plan()
+        return [note for note in found.notes if "--length" in note]
+
+    assert notes(32) == []
+    assert notes(48) == [
+        "--length 48 is above data.max_length (32), so that training has no such rows (data.on_too_long: truncate): "
+        "add data.max_length=48"
+    ]
+
+
 @pytest.mark.lengthy
 def test_the_time_follows_from_a_share_of_the_peak_or_from_a_run(config_alone: Path, tmp_path: Path) -> None:
     plan = planned(config_alone, speed=Speed(mfu=0.5, flops=1e12)).plan()
