@@ -66,6 +66,20 @@ def sum_of_checksums(folder: Path) -> str | None:
         return None
 
 
+def unlike_written(folder: Path, recorded: str | None) -> str | None:
+    """How a directory differs, at a look, from the one that was written: gone, empty, with other checksums.
+
+    Args:
+        folder: the directory.
+        recorded: the checksum of its `checksums.json`, as the run has it; None: it was not recorded.
+    """
+    if not any(path.is_file() for path in folder.rglob("*")):
+        return "is empty" if folder.is_dir() else "is gone"
+    if recorded is not None and recorded != sum_of_checksums(folder):
+        return f"is not what was written: its {CHECKSUMS} is another one, or gone"
+    return None
+
+
 def take_checksums(folder: Path) -> dict[str, Parts]:
     """The checksums of a directory, whose own file is removed; none if it has none."""
     known = read_checksums(folder)

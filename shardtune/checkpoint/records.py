@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import write_text
 from shardtune.checkpoint.state_file import StateFile
+from shardtune.config.recipe_file import read_stored
 from shardtune.data.checksum import content_fault
 from shardtune.errors import CheckpointError
 
@@ -15,7 +18,9 @@ RUN_ID = "run_id"
 """A file beside the checkpoints: the id that each of them records. Those with another id, or none, are not removed."""
 RECORDS = "run"
 """The folder in a checkpoint with copies of the run's files."""
-COPIED = ("config.yaml", "manifest.json")
+CONFIG, MANIFEST = "config.yaml", "manifest.json"
+COPIED = (CONFIG, MANIFEST)
+_PARSERS: Mapping[str, Callable[[str], object]] = {MANIFEST: json.loads, CONFIG: read_stored}
 
 
 def copy_records(run_dir: Path, checkpoint: Path) -> None:
@@ -36,6 +41,14 @@ def intact_copy(checkpoint: Path, name: str) -> Path | None:
     if inside not in known.files or content_fault(checkpoint / inside, known.files[inside]) is not None:
         return None
     return checkpoint / inside
+
+
+def is_readable(file: Path) -> bool:
+    """Whether a run's recipe or manifest is there, and what it should be."""
+    try:
+        return isinstance(_PARSERS[file.name](file.read_text(encoding="utf-8")), dict)
+    except Exception:  # whatever is wrong with it
+        return False
 
 
 def read_run_id(folder: Path) -> str | None:

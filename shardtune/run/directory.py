@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import read_json, recover, write_json, write_text
-from shardtune.checkpoint.checksums import CHECKSUMS, directory_faults, sum_of_checksums
+from shardtune.checkpoint.checksums import directory_faults, unlike_written
 from shardtune.checkpoint.state_file import fault_of
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.checkpoint.verified import described, none_is_sound
@@ -200,12 +200,8 @@ def without_final(plan: RunPlan, damage_of: Callable[[Path], Mapping[str, str]])
     """
     final = plan.run_dir / FINAL
     recorded = read_manifest(plan.run_dir)["finished"].get(FINAL)
-    what = None
-    if not any(path.is_file() for path in final.rglob("*")):
-        what = "is empty" if final.is_dir() else "is gone"
-    elif recorded is not None and recorded != sum_of_checksums(final):
-        what = f"is not what was written: its {CHECKSUMS} is another one, or gone"
-    elif faults := damage_of(final):
+    what = unlike_written(final, recorded)
+    if what is None and (faults := damage_of(final)):
         what = f"is not what was written: {described(faults)}"
     if what is None:
         return plan

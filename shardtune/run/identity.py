@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint.atomic import read_json
-from shardtune.checkpoint.records import intact_copy
+from shardtune.checkpoint.records import intact_copy, is_readable
 from shardtune.checkpoint.store import CheckpointStore
-from shardtune.config.recipe_file import read_stored
 from shardtune.errors import CheckpointError
 from shardtune.training.loggers import METRICS_FILE
 
@@ -18,8 +15,6 @@ MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 FINAL = "final"
 CHECKPOINTS = "checkpoints"
-
-_PARSERS: Mapping[str, Callable[[str], object]] = {MANIFEST: json.loads, CONFIG: read_stored}
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -40,7 +35,7 @@ def record_file(run_dir: Path, name: str) -> Path | None:
         run_dir: the run directory.
         name: `MANIFEST` or `CONFIG`.
     """
-    if _is_readable(run_dir / name):
+    if is_readable(run_dir / name):
         return run_dir / name
     copies = (intact_copy(path, name) for path in CheckpointStore(run_dir / CHECKPOINTS).newest_first())
     return next((copy for copy in copies if copy is not None), None)
@@ -90,10 +85,3 @@ def require_identity(run_dir: Path) -> None:
         remedy="put the file back; or choose another runner.logger.experiment_name, if need be with runner.resume_dir="
         "the path of a checkpoint; or move the directory aside with runner.overwrite=true",
     )
-
-
-def _is_readable(file: Path) -> bool:
-    try:
-        return isinstance(_PARSERS[file.name](file.read_text(encoding="utf-8")), dict)
-    except Exception:  # whatever is wrong with it
-        return False

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.checkpoint.checksums import CHECKSUMS, directory_faults, read_checksums
-from shardtune.checkpoint.records import COPIED, intact_copy
+from shardtune.checkpoint.atomic import read_json
+from shardtune.checkpoint.checksums import CHECKSUMS, directory_faults, read_checksums, unlike_written
+from shardtune.checkpoint.records import COPIED, MANIFEST, intact_copy, is_readable
 from shardtune.checkpoint.state_file import STATE, StateFile, fault_of
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.verified import damage, described
@@ -71,9 +72,10 @@ def verify_checkpoints(directory: Path, report: Callable[[Finding], None]) -> bo
 
 def _findings(directory: Path, store: CheckpointStore, folders: list[Path]) -> Iterator[Finding]:
     for name in COPIED:
-        if not (directory / name).is_file():
+        if not is_readable(directory / name):
             copies = [path.name for path in folders if intact_copy(path, name) is not None]
-            yield Finding(name, f"is gone; {', '.join(copies) or 'no checkpoint'} has a copy", sound=False)
+            what = "cannot be read" if (directory / name).exists() else "is gone"
+            yield Finding(name, f"{what}; {', '.join(copies) or 'no checkpoint'} has a copy", sound=False)
     run = store.run()
     for folder in folders:
         yield _checkpoint(folder, run)
@@ -83,8 +85,19 @@ def _findings(directory: Path, store: CheckpointStore, folders: list[Path]) -> I
             yield Finding(f"{CHECKPOINTS}/{name}", f"names {lost[name]}, which is gone", sound=False)
         elif path is not None:
             yield Finding(f"{CHECKPOINTS}/{name}", f"is {path.name}", sound=True)
-    if (directory / FINAL).is_dir():
+    what = _unlike_finished(directory)
+    if what is not None:
+        yield Finding(FINAL, f"{what}; the command that trained the run writes it again", sound=False)
+    elif (directory / FINAL).is_dir():
         yield _directory(directory / FINAL)
+
+
+def _unlike_finished(directory: Path) -> str | None:
+    """How `final/` differs, at a look, from what the run recorded when it finished; None for one that has not."""
+    if not is_readable(directory / MANIFEST):
+        return None
+    finished = read_json(directory / MANIFEST).get("finished")
+    return None if finished is None else unlike_written(directory / FINAL, finished.get(FINAL))
 
 
 def _checkpoint(folder: Path, run: str | None) -> Finding:

@@ -260,6 +260,24 @@ def test_a_newest_checkpoint_that_is_gone_is_found(stopped: Path) -> None:
     assert "BAD  checkpoints/latest  names global_step_3, which is gone" in outcome.out
 
 
+def test_a_final_directory_that_is_not_what_was_written_is_found(made: Tiny, tmp_path: Path) -> None:
+    def verified() -> list[str]:
+        outcome = run_cli("verify", "checkpoint", str(run))
+        bad = [line for line in outcome.out.splitlines() if line.startswith("BAD")]
+        assert outcome.code == bool(bad), outcome.err
+        return bad
+
+    run = tmp_path / "run"
+    shutil.copytree(made.run("whole"), run, symlinks=True)
+    assert verified() == []
+    (run / "final/checksums.json").unlink()
+    assert ["final  is not what was written: its checksums.json is" in line for line in verified()] == [True]
+    shutil.rmtree(run / "final")
+    assert ["final  is gone; the command" in line for line in verified()] == [True]
+    (run / "manifest.json").write_text("")
+    assert ["manifest.json  cannot be read; global_step_" in line for line in verified()] == [True]
+
+
 def test_verify_checkpoint_of_a_path_that_is_not_there(tmp_path: Path) -> None:
     outcome = run_cli("verify", "checkpoint", str(tmp_path / "misspelt"))
     assert (outcome.code, "misspelt does not exist" in outcome.err) == (2, True), outcome.err
