@@ -22,7 +22,7 @@ from shardtune.data.checksum import Parts, file_parts
 from shardtune.errors import ShardtuneError
 from shardtune.run.directory import finish_run
 from shardtune.run.identity import CHECKPOINTS, FINAL
-from shardtune.training.loggers import read_metrics
+from shardtune.training.loggers import as_json_numbers, read_metrics
 from shardtune.training.saver import on_main
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.reported import evaluation_method
@@ -119,7 +119,7 @@ def _publish(run_dir: Path, temporary: Path, step: int, report: Callable[[str], 
     last = store.latest()
     trained = {key: value for key, value in (lines[-1] if lines else {}).items() if not key.startswith("eval/")}
     metrics = {**trained, "step": step}
-    write_json(temporary / METRICS, metrics)
+    write_json(temporary / METRICS, as_json_numbers(metrics))
     known: dict[str, Parts] = {}
     if last is not None:
         _keep_training_state(last, temporary / TRAINING_STATE)
@@ -141,13 +141,13 @@ def _checksums_of(checkpoint: Path) -> dict[str, Parts]:
     return known.files if known.has_checksums else {}
 
 
-def _finish(run_dir: Path, trained: Mapping[str, float], measured: Mapping[str, float], ended: str) -> None:
+def _finish(run_dir: Path, trained: Mapping[str, float | None], measured: Mapping[str, float], ended: str) -> None:
     """Add the evaluation to the metrics of `final/`, and record that the run is complete."""
     if measured:
-        write_json(run_dir / FINAL / METRICS, {**trained, **measured})
+        write_json(run_dir / FINAL / METRICS, as_json_numbers({**trained, **measured}))
         add_checksums(run_dir / FINAL, {METRICS: file_parts(run_dir / FINAL / METRICS)})
     final = sum_of_checksums(run_dir / FINAL)
-    finish_run(run_dir, {"step": trained["step"], "ended": ended, "metrics": dict(measured), FINAL: final})
+    finish_run(run_dir, {"step": trained["step"], "ended": ended, "metrics": as_json_numbers(measured), FINAL: final})
 
 
 def _keep_training_state(checkpoint: Path, target: Path) -> None:

@@ -31,7 +31,7 @@ from shardtune.run.predicting import predict
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.push import push
 from shardtune.run.trained_policy import TrainedPolicy, acting_policy
-from shardtune.training.loggers import SAMPLES, read_metrics
+from shardtune.training.loggers import SAMPLES, as_numbers, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.exported_recipe import over_directory, with_found
@@ -65,12 +65,15 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last value of every metric; of the evaluation ones, those of `final/` if it exists."""
+        """The last value of every metric; of the evaluation ones, those of `final/` if it exists.
+
+        One that was not finite is NaN.
+        """
         latest: dict[str, float] = {}
         for line in read_metrics(self.dir):
             latest |= line
         final = self.dir / FINAL / "metrics.json"
-        return {**latest, **(read_json(final) if final.exists() else {})}
+        return as_numbers({**latest, **(read_json(final) if final.exists() else {})})
 
     @property
     def recipe(self) -> Recipe:

@@ -64,9 +64,8 @@ class JsonLines:
         sync_folder(run_dir)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         try:
-            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.write(json.dumps({"step": step, **as_json_numbers(metrics)}) + "\n")
             self._file.flush()
         except OSError as error:
             raise self._unwritable(error) from error
@@ -332,6 +331,16 @@ def first_metrics(run_dir: Path) -> dict[str, float]:
         return {}
     with open(file, encoding="utf-8") as lines:
         return json.loads(next(lines, "{}"))
+
+
+def as_json_numbers(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Metrics as JSON has them: null for what is not finite, which strict parsers refuse."""
+    return {key: None if value is None or not math.isfinite(value) else value for key, value in metrics.items()}
+
+
+def as_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Metrics that were read from JSON: NaN for null."""
+    return {key: math.nan if value is None else value for key, value in metrics.items()}
 
 
 def metric_lines(run_dir: Path) -> Iterator[dict[str, float | None]]:

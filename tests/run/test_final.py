@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from transformers import AutoTokenizer, CLIPImageProcessorPil, Qwen2ForCausalLM
 
 import shardtune
 from shardtune.errors import CheckpointError, ModelError
-from shardtune.run.final import _compare
+from shardtune.run.final import _compare, _finish
+from shardtune.run.report.content import final_metrics
+from shardtune.run.run import Run
+from shardtune.run.stored_run import StoredRun
 from tests.support.tiny_run import Tiny, make_tiny
 from tests.training.worker import test_base as own
 
@@ -149,3 +153,19 @@ def test_losses_of_the_directory_that_are_not_those_of_training_are_reported(tmp
         said: list[str] = []
         _compare(tmp_path, step, found, said.append)
         assert [line.partition(" training")[0] for line in said] == names
+
+
+def test_scores_that_are_not_finite_are_null_in_files_and_nan_in_python(tmp_path: Path) -> None:
+    """Strict parsers refuse the bare word NaN."""
+    files = [tmp_path / "final" / "metrics.json", tmp_path / "manifest.json"]
+    files[0].parent.mkdir()
+    files[1].write_text("{}")
+    (tmp_path / "config.yaml").write_text("{}")
+    _finish(tmp_path, {"step": 3, "train/loss": None}, {"eval/loss": math.nan, "eval/perplexity": math.inf}, "")
+    assert all("NaN" not in file.read_text() and "Infinity" not in file.read_text() for file in files)
+    metrics = Run(tmp_path).metrics
+    assert metrics["step"] == 3
+    assert all(math.isnan(metrics[name]) for name in ("train/loss", "eval/loss", "eval/perplexity"))
+    assert all(map(math.isnan, final_metrics(StoredRun.read(tmp_path)).values()))
+    files[0].write_text('{"step": 3, "eval/loss": NaN}')  # as earlier versions wrote it
+    assert math.isnan(Run(tmp_path).metrics["eval/loss"])

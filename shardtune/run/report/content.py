@@ -18,7 +18,7 @@ from shardtune.launch.events import ALIVE, BEGINS
 from shardtune.run.diff.settings import PLACE
 from shardtune.run.report.curves import natural_order
 from shardtune.run.stored_run import StoredRun
-from shardtune.training.loggers import SAMPLES
+from shardtune.training.loggers import SAMPLES, as_numbers
 
 SHOWN_ANSWERS = 12
 READ_ANSWERS = 5000
@@ -190,9 +190,9 @@ def _sample_files(run: StoredRun) -> dict[str, list[tuple[int, Path]]]:
 
 
 def final_metrics(run: StoredRun) -> dict[str, float]:
-    """The evaluation of `final/`; empty without one."""
+    """The evaluation of `final/`, NaN for what was not finite; empty without one."""
     finished = run.finished or {}
-    return {name: value for name, value in (finished.get("metrics") or {}).items() if value is not None}
+    return as_numbers(finished.get("metrics") or {})
 
 
 def trained_parameters(run: StoredRun) -> int:
