@@ -39,10 +39,8 @@ def audit(
     """
     if near not in ("on", "off"):
         raise ConfigError(f"--near is {near}", where="--near", remedy="on or off")
-    if html is not None and not html.absolute().parent.is_dir():
-        raise ConfigError(
-            f"{html} cannot be written: there is no folder {html.parent}", where="--html", remedy="make the folder"
-        )
+    if html is not None:
+        _check_place(html.absolute())
     if near == "off" and sample is not None:
         raise ConfigError(
             "--sample is how many rows are compared by n-grams, and --near off compares none",
@@ -59,8 +57,21 @@ def audit(
     found = audit_recipe(path, *overrides, options=options, report=print_line)
     if html is not None:
         try:
+            html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(as_page(found, Path(path or "recipe").name), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{html} cannot be written: {error.strerror}", where="--html") from error
     typer.echo(found.model_dump_json(indent=2) if json else printable(as_text(found)))
     raise typer.Exit(1 if found.failed else 0)
+
+
+def _check_place(file: Path) -> None:
+    """Refuse, before anything is read, a file that has no place: its folders are made when it is written."""
+    folder = next(parent for parent in file.parents if parent.exists())
+    if not folder.is_dir() or file.is_dir():
+        what = file if file.is_dir() else folder
+        raise ConfigError(
+            f"{file} cannot be written: {what} is {'' if what.is_dir() else 'not '}a directory",
+            where="--html",
+            remedy="name another file: --html FILE",
+        )

@@ -48,19 +48,35 @@ def evaluate(
             "--model Qwen/Qwen3-0.6B --eval_data rows.jsonl",
         )
     with importing():
-        from shardtune.run.described_task import task_overrides
         from shardtune.run.evaluation import evaluate as run_evaluation
-        from shardtune.run.plain_model import is_run
+        from shardtune.run.plain_model import ADAPTER, SETTINGS, is_run
 
-    if path is not None and (Path(path) / "config.json").is_file() and not is_run(Path(path)):
+    if path is not None and _holds(path, SETTINGS, ADAPTER) and not is_run(Path(path)):
         overrides = [*without_flags([f"--model={path}"], []), *overrides]
         path = None
     _check_one_model(path, overrides, checkpoint)
     if path is None:
-        overrides = [*task_overrides(_models_in(overrides)[-1].strip("'\""), overrides), *overrides]
+        overrides = _of_model(_models_in(overrides)[-1].strip("'\""), overrides)
     metrics = run_evaluation(path, *overrides, checkpoint=checkpoint, trust=trust or ())
     if metrics and is_first_rank():
         typer.echo(json_text(metrics, indent=2))
+
+
+def _holds(path: str, *names: str) -> bool:
+    return any((Path(path) / name).is_file() for name in names)
+
+
+def _of_model(model: str, overrides: Sequence[str]) -> list[str]:
+    """Overrides that name a model, with those for its task; of an adapter with its base model."""
+    from shardtune.run.described_task import task_overrides
+    from shardtune.run.plain_model import ADAPTER, SETTINGS, adapter_overrides
+
+    if not _holds(model, ADAPTER) or _holds(model, SETTINGS):
+        return [*task_overrides(model, overrides), *overrides]
+    found = adapter_overrides(Path(model))
+    others = [word for word in overrides if not _models_in([word])]
+    base = _models_in(found)[0].strip('"')
+    return [*found, *task_overrides(base, others, adapter=Path(model)), *others]
 
 
 def _check_one_model(path: str | None, overrides: Sequence[str], checkpoint: str) -> None:

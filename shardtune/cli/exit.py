@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import typer
 
@@ -16,6 +17,9 @@ from shardtune.launch.signals import ignored
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 """click's class of parse errors, from the copy of click that typer uses; typed as its subclass."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk, or of a user's share of one, that is full."""
 
 
 def _as_users(error: BaseException) -> BaseException:
@@ -109,7 +113,29 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
         who = ended_peers() or "another rank"
         return 1, f"{who} has ended; its error is the cause ({str(error).strip().splitlines()[-1][:200]})"
+    if _is_of_output(error):
+        return 1, f"what is printed cannot be written: {os.strerror(error.errno or 0)}"
     return 1, explain_out_of_memory(error) or "".join(traceback.format_exception(error))
+
+
+def _is_of_output(error: BaseException) -> TypeGuard[OSError]:
+    """Whether what failed is printing, as the disk of a redirected output is full."""
+    if not isinstance(error, OSError) or error.errno not in FULL or error.filename is not None:
+        return False
+    try:
+        print(flush=True)
+    except OSError:
+        _print_nowhere()
+        return True
+    return False
+
+
+def _print_nowhere() -> None:
+    """Send what is still to be printed to nowhere: the end of the process would fail at it once more."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def leave(code: int) -> NoReturn:

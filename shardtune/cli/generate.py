@@ -125,7 +125,9 @@ def generate(
             images=[question.images for question in questions],
             tools=[question.tools for question in questions],
             folder=file.parent if file else None,
-            template_kwargs=[{**given, **question.template_kwargs} for question in questions],
+            template_kwargs=[{**given, **question.template_kwargs} for question in questions]
+            if any(question.template_kwargs for question in questions)
+            else given,
         )
     for question, answer in zip(questions, answers, strict=True) if is_first_rank() else ():
         typer.echo(answer_line(question, answer) if file else printable(answer))

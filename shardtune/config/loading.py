@@ -160,7 +160,7 @@ def _read(recipe: RecipeSource | None, overrides: Sequence[str], command: Comman
         raise ConfigError(
             "there is no recipe",
             where=f"given: {' '.join(overrides) or 'nothing'}",
-            remedy="name a YAML file, or a model and rows: shardtune train --model Qwen/Qwen3-0.6B --data rows.jsonl",
+            remedy="name a YAML file, or a model and rows: --model Qwen/Qwen3-0.6B --data rows.jsonl",
         )
     return Layer(HALOS_DEFAULTS if "loss" in chosen else {}, "config groups")
 

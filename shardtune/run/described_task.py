@@ -51,12 +51,13 @@ def described_task(directory: Path, config: PreTrainedConfig) -> dict[str, Any]:
     return {"model_type": found[0]}
 
 
-def task_overrides(model: str, overrides: Sequence[str]) -> list[str]:
+def task_overrides(model: str, overrides: Sequence[str], *, adapter: Path | None = None) -> list[str]:
     """`described_task` as overrides of a recipe; none where other overrides choose the kind of the model.
 
     Args:
         model: its directory, or its name on the Hub.
         overrides: `key=value`.
+        adapter: the directory of an adapter of it, which has the task.
     """
     keys = {word.partition("=")[0].lstrip("+").removeprefix("actor.") for word in overrides}
     if keys & {"model.model_type", "model.adapter"}:
@@ -65,7 +66,7 @@ def task_overrides(model: str, overrides: Sequence[str]) -> list[str]:
         config = load_config(ModelConfig(model_path=model))
     except ModelError:  # the recipe has its own message, or may execute the code that comes with the model
         return []
-    task = described_task(settings_directory(model) or Path(model), config)
+    task = described_task(adapter or settings_directory(model) or Path(model), config)
     options, kind = task.pop("options", {}), task.pop("model_type", None)
     named = {f"actor.model.options.{key}": value for key, value in options.items()}
     named |= {f"data.{key}": value for key, value in task.items()}

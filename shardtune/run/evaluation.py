@@ -111,7 +111,7 @@ def _evaluate(
     if worker.ranks.is_main:
         for note in _notes(recipe, run_dir, overrides):
             Display().report(note)
-        model = str(recipe.actor.model.model_path) if run_dir is None else f"{run_dir}, checkpoint {checkpoint}"
+        model = _named(recipe) if run_dir is None else f"{run_dir}, checkpoint {checkpoint}"
         Display().report(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
     with Display().during("evaluating") if worker.ranks.is_main else nullcontext():
         metrics = evaluation_method(worker)()
@@ -119,6 +119,13 @@ def _evaluate(
     if peers is not None:
         peers.end()
     return metrics
+
+
+def _named(recipe: Recipe) -> str:
+    """The model of a recipe, with the adapter that it loads."""
+    model = recipe.actor.model
+    adapter = model.lora.load_from if model.is_lora else None
+    return str(model.model_path) + (f" with the adapter {adapter}" if adapter else "")
 
 
 def _unused(folder: Path) -> Path:

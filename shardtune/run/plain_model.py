@@ -150,6 +150,18 @@ class PlainModel(Run):
         return worker
 
 
+def adapter_overrides(directory: Path) -> list[str]:
+    """The model of an adapter's directory, as PEFT writes it, as overrides of a recipe; its base is the first."""
+    folder = directory.absolute()
+    model = [
+        f"actor.model.model_path={json.dumps(_base_of(folder / ADAPTER))}",
+        "actor.model.is_lora=true",
+        f"actor.model.lora.load_from={json.dumps(str(folder))}",
+    ]
+    own = [f"actor.tokenizer.tokenizer_model={json.dumps(str(folder))}"]
+    return [*model, *(own if (folder / "tokenizer_config.json").is_file() else [])]
+
+
 def _base_of(file: Path) -> str:
     """The base model that a saved adapter names."""
     try:

@@ -17,6 +17,7 @@ from shardtune.config import Recipe
 from shardtune.config.own_code import require_consent
 from shardtune.config.paths import user_path
 from shardtune.config.user_code import import_plugins
+from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.messages import ROLES
 from shardtune.data.sources.inference_rows import InferenceRows
 from shardtune.errors import CheckpointError, ConfigError, DataError
@@ -205,6 +206,8 @@ class Run:
                 _check_raw(prompt, number + 1, system, tool_lists[number], given[number])
         worker = answering(self, checkpoint)
         encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
+        if isinstance(template_kwargs, Mapping):
+            _check_arguments(encoder, template_kwargs)
         builder = PromptBuilder(encoder, str(self.dir))
         encoded = [
             builder.text(str(prompt), images)
@@ -471,6 +474,15 @@ def _check_prompt(prompt: object, number: int) -> None:
         remedy='give texts, or conversations: generate(["Hi", [{"role": "user", "content": "Hi"}]]); rows of a file '
         "are for shardtune generate --file",
     )
+
+
+def _check_arguments(encoder: ChatEncoder, given: Mapping[str, object]) -> None:
+    """Refuse values for all prompts that the chat template does not take."""
+    wrong = None if encoder.template is None else encoder.template.fault_of(given)
+    if wrong is not None:
+        raise DataError(
+            wrong, where="template_kwargs (--template-kwargs)", remedy="leave it out, or give what the template reads"
+        )
 
 
 def _check_raw(prompt: object, number: int, system: str | None, tools: object, template_kwargs: object) -> None:

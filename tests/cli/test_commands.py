@@ -196,7 +196,10 @@ def test_an_audit_ends_with_1_where_a_limit_is_exceeded(work: Path) -> None:
     beyond = run_cli(*argv, "--json", "data.audit.max_duplicates=0.3")
     assert (beyond.code, json.loads(beyond.out)["limits"][0]["failed"]) == (1, True)
     assert run_cli(*argv, "--near", "perhaps").code == 2
-    assert run_cli(*argv, "--html", "nowhere/page.html").code == 2
+    assert run_cli(*argv, "--html", "nowhere/yet/page.html", "--near", "off").code == 0
+    assert (work / "nowhere/yet/page.html").is_file()
+    refused = run_cli(*argv, "--html", "recipe.yaml/page.html")
+    assert (refused.code, "recipe.yaml is not a directory" in refused.err) == (2, True)
 
 
 def in_terminal(*argv: str, keys: str = "", **environment: str) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +253,17 @@ def test_a_reader_that_ends_early_is_no_error(monkeypatch: pytest.MonkeyPatch) -
     assert (ended.code, ended.err) == (1, "")
 
 
+@pytest.mark.own_start
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_on_a_full_disk_is_one_message(unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "shardtune", "version"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    told = "error: what is printed cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 def test_models_are_searched() -> None:
     found = run_cli("models", "qwen3").out.splitlines()
     assert "qwen3: model.model_type=causal_lm, seen to train, packed" in found
@@ -417,6 +430,26 @@ def test_code_that_comes_with_a_model_needs_consent(work: Path) -> None:
     consented = run_cli("generate", "own", "Two?", "--trust", "own")
     assert "neither a causal language model nor one of images" in consented.err
     assert (work / "ran").exists()
+
+
+def test_an_adapter_of_peft_is_evaluated_with_its_base(work: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(work / "model")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    adapted.peft_config["default"].base_model_name_or_path = str(work / "model")
+    adapted.save_pretrained(str(work / "saved"))
+    merged = work / "merged"
+    shutil.copytree(work / "model", merged)
+    adapted.merge_and_unload().save_pretrained(str(merged))
+    rows = ["data.eval_data_paths=eval.jsonl", "--fp32", f"data.cache_dir={work.parent}/cache"]
+    losses = []
+    for words in (["merged"], ["saved"], ["--model", "saved"]):
+        told = run_cli("eval", *words, *rows)
+        assert told.code == 0, told.err
+        assert (f"with the adapter {work / 'saved'}" in told.err) == ("saved" in words)
+        losses.append(json.loads(told.out)["eval/loss"])
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
+    of_base = json.loads(run_cli("eval", "model", *rows).out)["eval/loss"]
+    assert abs(of_base - losses[0]) > 1e-3
 
 
 @pytest.mark.lengthy

@@ -97,7 +97,7 @@ class ChatTemplate:
         self._prints: dict[str, bool] = {}
         self._printed: set[tuple[str, str]] = set()
         self._dated: dict[object, str] = {}
-        wrong = fault(self.arguments, self._variables, self._special) if self.arguments else None
+        wrong = self.fault_of(self.arguments)
         if wrong is not None:
             raise DataError(wrong, where="data.template_kwargs", remedy="leave it out, or give what the template reads")
 
@@ -218,9 +218,13 @@ class ChatTemplate:
             self._printed.add(place)
         return len(texts) > 1
 
+    def fault_of(self, arguments: Arguments) -> str | None:
+        """Why the template cannot take arguments; None where it takes all of them."""
+        return fault(arguments, self._variables, self._special) if arguments else None
+
     def check_arguments(self, arguments: Arguments) -> None:
         """Raises `RowError` for an argument of a row that the template does not read."""
-        wrong = fault(arguments, self._variables, self._special) if arguments else None
+        wrong = self.fault_of(arguments)
         if wrong is not None:
             raise RowError(f"chat_template_kwargs: {wrong} (data.ignored_keys names keys to leave out)")
 

@@ -23,7 +23,8 @@ from shardtune.data.sources.remote import is_remote, remote_files
 from shardtune.data.sources.source import LEROBOT, SourceFile
 from shardtune.errors import DataError
 
-FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
+ANOTHER = "leave it out, or name another file in its place"
+FILL = f"write rows into it, or {ANOTHER}"
 _ARRAYS = (".npz", ".npy", ".tfrecord")
 _CONVERT = (
     "turn robot data into a LeRobot data set with write_lerobot, one Episode(images, state, actions, task) each: "
@@ -123,7 +124,7 @@ def find_files(spec: Any, selection: Selection, search: Search, *, robot: bool) 
             raise DataError(
                 "the file is that of data.quarantine, whose lines are no rows",
                 where=f"data: {as_written(path)}",
-                remedy="take it out of data.train_data_paths and data.eval_data_paths",
+                remedy=ANOTHER,
             )
         return _of_split([_file(path)], selection), _stem(path)
     if path.is_dir():

@@ -191,6 +191,12 @@ COMMANDS: list[Case] = [
         )
     ),
     Case(
+        "answer with values that the template does not read",
+        "generate runs/done Hello --template-kwargs '{\"enable_thinking\": false}'",
+        says="does not read the argument 'enable_thinking' | --template-kwargs | leave it out",
+    ),
+    Case("look at no rows", "data preview", says="there is no recipe | a YAML file, or a model and rows: --model"),
+    Case(
         "answer half of a surrogate pair",
         "generate runs/done --file ask.jsonl",
         says="U+D800, half of a surrogate pair | prompt 1",
