@@ -573,7 +573,7 @@ class TestFaults:
         ("name", "content", "match"),
         [
             ("a.jsonl", b"", "is empty"),
-            ("a.jsonl", b"\n\n", "holds no rows"),
+            ("a.jsonl", b"\n\n", r"(?s)holds no rows.*leave it out, or name another file"),
             ("a.json", b"[]", "holds no rows"),
             ("a.csv", b"question,answer\n", "holds no rows"),
             ("a.txt", b"hello", r"(?s)kind of the file a.txt is not known.*\.jsonl"),
