@@ -199,7 +199,7 @@ COMMANDS: list[Case] = [
     Case(
         "answer half of a surrogate pair",
         "generate runs/done --file ask.jsonl",
-        says="U+D800, half of a surrogate pair | prompt 1",
+        says="U+D800, half of a surrogate pair | ask.jsonl:1",
         prepare=write("ask.jsonl", '{"prompt": "\\ud800"}\n'),
     ),
     Case("a home of nobody", "train ~nosuchuser/recipe.yaml", says="~nosuchuser/recipe.yaml | cannot be a path | home"),
