@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private.tensors import has_gradient_hooks
+from shardtune.parallel.torch_private.tensors import num_gradient_hooks
 
 
-def refuse_gradient_hooks(parameters: Iterable[tuple[str, torch.Tensor]], ranks: Ranks) -> None:
+def refuse_gradient_hooks(
+    parameters: Iterable[tuple[str, torch.Tensor]], ranks: Ranks, *, own: Collection[str] = ()
+) -> None:
     """Refuse hooks on gradients that would not be called.
 
     A parameter without values is replaced when it gets them. On several ranks its whole gradient never is that of a
@@ -20,12 +22,13 @@ def refuse_gradient_hooks(parameters: Iterable[tuple[str, torch.Tensor]], ranks:
     Args:
         parameters: with their names.
         ranks: that hold them.
+        own: the names of those with a hook that is not a user's.
 
     Raises:
         ModelError: a parameter has such a hook.
     """
     for name, parameter in parameters:
-        if has_gradient_hooks(parameter) and (parameter.is_meta or ranks.mesh is not None):
+        if num_gradient_hooks(parameter) > (name in own) and (parameter.is_meta or ranks.mesh is not None):
             raise ModelError(
                 f"a hook on the gradient of {name} (register_hook, register_post_accumulate_grad_hook) is not called: "
                 + ("the model is built without values" if parameter.is_meta else "the parameter is held in parts"),

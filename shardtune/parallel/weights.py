@@ -67,6 +67,7 @@ class Weights:
         on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
         whole: how the model's methods get weights whole, outside of its forward.
         has_buffers: whether the model has persistent buffers, which forwards may change.
+        hooked: the names of those with a hook of this object on their gradient.
         unit_calls: whether ranks gather the same units' weights since `zero_gradients`.
         compiled_buffers: those that a compiled forward must not change in place.
         replicates: whether ranks hold anything whole, parameters or buffers; otherwise `sync_replicated_gradients` has
@@ -113,7 +114,7 @@ class Weights:
         self.parameters: dict[str, nn.Parameter] = dict(self._computed)
         self.untrained: dict[str, nn.Parameter] = {}
         self._masters = Masters(compute)
-        self._hooks: list[RemovableHandle] = []
+        self.hooked: dict[str, RemovableHandle] = {}
         full = full_precision_parameters(model)
         for name in self._whole if compute != master else ():
             parameter = self._computed[name]
@@ -134,13 +135,14 @@ class Weights:
             return
         for module in self._sharded:
             keep_reduced_dtype(module, self._sums)
-        for parameter in self.parameters.values():
+        for name, parameter in self.parameters.items():
             if parameter.dtype != self._master:
                 continue
             is_sharded = isinstance(parameter, DTensor)
             parameter.grad_dtype = self._sums if is_sharded else None  # None: as autograd computes it
             if parameter.requires_grad and not is_sharded:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_widen_gradient, self._sums)))
+                widen = partial(_widen_gradient, self._sums)
+                self.hooked[name] = parameter.register_post_accumulate_grad_hook(widen)
 
     def _watch_units(self) -> None:
         units = {module: name for name, module in self._model.named_modules()}
@@ -410,7 +412,7 @@ class Weights:
 
     def restore_model(self) -> None:
         """Restore the model with its weights in full precision, and detach this object's hooks."""
-        for hook in self._hooks:
+        for hook in self.hooked.values():
             hook.remove()
         self._masters.restore(self._master)
         self.zero_gradients()

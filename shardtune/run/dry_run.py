@@ -72,7 +72,7 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
         _report_files(worker.task.rows, loaded.data.max_length, display)
         worker.loader.check_ranks(num_ranks(loaded.runner))
         check_worker_monitors(worker)
-        refuse_gradient_hooks(worker.weights.parameters.items(), worker.ranks)
+        refuse_gradient_hooks(worker.weights.parameters.items(), worker.ranks, own=worker.weights.hooked)
         display.first_screen(worker.summary(), *_first_row(worker), plan.run_dir)
         _show_further_rows(display, worker)
         found = training_method(worker)()

@@ -146,7 +146,7 @@ class SFTRunner:
         self._model, self._position, self._evaluates = actor.state, actor.position, actor.evaluates
         self._run_training, self._run_eval = training_method(actor), evaluation_method(actor)
         check_worker_monitors(actor)
-        refuse_gradient_hooks(actor.weights.parameters.items(), self._ranks)
+        refuse_gradient_hooks(actor.weights.parameters.items(), self._ranks, own=actor.weights.hooked)
         self._saver.require_space()
         self._callbacks.make()
         if self._resume_from is not None:

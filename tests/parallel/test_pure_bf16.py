@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardtune.config.rank_layout import Layout
+from shardtune.errors import ModelError
 from shardtune.parallel.fsdp2 import shard
+from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, lay_out
 from shardtune.parallel.weights import Weights
@@ -150,6 +152,26 @@ def scale_gradient() -> torch.Tensor:
     grad = weights.parameters["scale"].grad
     assert grad is not None
     return grad
+
+
+def test_only_hooks_of_users_are_refused() -> None:
+    assert run_ranks(hooks_on_scale, 2) == [["", "a hook on the gradient of scale"]] * 2
+
+
+def hooks_on_scale() -> list[str]:
+    ranks, model = group(), Scaled()
+    shard(model, [], ranks, "pure_bf16")
+    materialise(model, dtype=torch.bfloat16, device=torch.device("cpu"))
+    weights, found = Weights(model, model, "pure_bf16", ranks), []
+    for hooks in range(2):
+        for _ in range(hooks):
+            weights.parameters["scale"].register_hook(lambda grad: grad)
+        try:
+            refuse_gradient_hooks(weights.parameters.items(), ranks, own=weights.hooked)
+            found.append("")
+        except ModelError as error:
+            found.append(str(error).partition(" (")[0])
+    return found
 
 
 def test_a_unit_that_is_gathered_again_sums_in_fp32_still() -> None:

@@ -35,9 +35,9 @@ def _whole_number(_op: object, args: tuple[DTensor], _kwargs: object) -> object:
         return args[0].full_tensor().item()
 
 
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a tensor."""
-    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+def num_gradient_hooks(tensor: torch.Tensor) -> int:
+    """How often `register_hook` and `register_post_accumulate_grad_hook` were called on a tensor."""
+    return len(tensor._backward_hooks or ()) + len(tensor._post_accumulate_grad_hooks or ())
 
 
 StridedShard = _StridedShard
