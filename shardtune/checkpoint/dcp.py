@@ -30,7 +30,7 @@ from torch.futures import Future as TorchFuture
 
 from shardtune.checkpoint.atomic import write_text
 from shardtune.checkpoint.checksums import add_checksums
-from shardtune.checkpoint.safetensors_file import StoredTensor, read_header
+from shardtune.checkpoint.safetensors_file import StoredTensor, read_header, with_sorted_metadata
 from shardtune.checkpoint.save_plan import PartsPlanner, WrittenFile
 from shardtune.checkpoint.tensor_index import INDEX, TensorIndex
 from shardtune.checkpoint.tensor_reader import (
@@ -207,7 +207,7 @@ class StoredTensors:
 
 
 class _SummedStream(BufferedWriter):
-    """A new file, and the checksum of what is written into it; the writer writes each file as one piece.
+    """A new safetensors file, and the checksum of what is written into it; the writer writes each file as one piece.
 
     Each block is hashed and then written, so that the second reads it from the processor's cache.
     """
@@ -217,9 +217,10 @@ class _SummedStream(BufferedWriter):
         self._path, self._sums = path, sums
 
     def write(self, data: bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found, content = xxhash.xxh3_128(), memoryview(data)
-        for start in range(0, len(content), BLOCK_BYTES):
-            block = content[start : start + BLOCK_BYTES]
+        content = memoryview(data)
+        header, rest = with_sorted_metadata(content)
+        found = xxhash.xxh3_128()
+        for block in (header, *(rest[start : start + BLOCK_BYTES] for start in range(0, len(rest), BLOCK_BYTES))):
             found.update(block)
             super().write(block)
         self.flush()  # the writer syncs the file next, without this

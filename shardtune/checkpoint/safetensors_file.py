@@ -168,6 +168,19 @@ def read_header(file: Path, error: type[ShardtuneError] = ModelError) -> tuple[d
     return tensors, metadata
 
 
+def with_sorted_metadata(content: memoryview) -> tuple[bytes, memoryview]:
+    """The header of a safetensors file, its free-form metadata sorted by key, and the data behind it.
+
+    The library writes metadata in an order that is drawn in each process, so that equal files differ in their bytes.
+    """
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    raw = bytes(content[:end])
+    header = json.loads(raw[8:])
+    header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(end - 8)
+    return raw[:8] + text if len(text) == end - 8 else raw, content[end:]
+
+
 class _HeaderEntry(TypedDict):
     """A tensor in a file's header; `data_offsets` are its first byte and the one after its last, within the data."""
 

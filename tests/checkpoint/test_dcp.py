@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardtune.checkpoint.dcp import async_save_tensors, load_tensors, save_tensors, stored_names
+from shardtune.checkpoint.safetensors_file import read_header, with_sorted_metadata
 from shardtune.errors import CheckpointError
 from tests.support.dist.ranks import run_ranks
 
@@ -129,6 +130,20 @@ def test_asynchronous_save_holds_the_values_of_its_call(tmp_path: Path) -> None:
     pending.wait()
     load_tensors(tmp_path, tensors)
     assert check(tensors) == []
+
+
+def test_equal_tensors_are_equal_files(tmp_path: Path) -> None:
+    tensors = {'layer "é"\\.weight': torch.arange(6.0).view(2, 3), "b": torch.ones(3)}
+    for number in range(8):  # the library's order of three keys is another one in five of six files
+        save_tensors(tmp_path / str(number), tensors)
+    paths = [path for number in range(8) for path in (tmp_path / str(number)).glob("*.safetensors")]
+    files = [path.read_bytes() for path in paths]
+    assert len(files) == 8
+    assert set(files) == {files[0]}
+    assert files[0] == b"".join(with_sorted_metadata(memoryview(files[0])))
+    tensors, metadata = read_header(paths[0])
+    assert 'layer "é"\\.weight' in tensors
+    assert [*metadata] == ["DCP_SHARDING_INFO", "DCP_VERSION", "format"]
 
 
 def test_no_tensors_at_all(tmp_path: Path) -> None:
