@@ -159,17 +159,19 @@ def user_fault(error: BaseException) -> ConfigError | None:
         last = inner if _is_users(inner) else last
         inner = inner.tb_next
     code = last.tb_frame.f_code
-    rank = f", on rank {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    rank = f", on rank {os.environ['RANK']}" if several else ""
     trace = "".join(traceback.format_exception(type(error), error, traced)).rstrip()
     return ConfigError(
         f"{type(error).__name__}: {error}",
         where=f"{code.co_filename}:{last.tb_lineno}, in {code.co_qualname}{rank}",
-        remedy=f"{_remedy(str(error))}; the traceback from your code on:\n{trace}",
+        remedy=f"{_remedy(str(error), several)}; the traceback from your code on:\n{trace}",
     )
 
 
-def _remedy(message: str) -> str:
-    return next((remedy for part, remedy in _REMEDIES.items() if part in message), "fix it there")
+def _remedy(message: str, several_ranks: bool) -> str:
+    known = _REMEDIES | (_ON_RANKS if several_ranks else {})
+    return next((remedy for part, remedy in known.items() if part in message), "fix it there")
 
 
 _NOT_COMPILED = "compiled units have first derivatives only: set model.compile: false for create_graph=True"
@@ -180,6 +182,11 @@ _REMEDIES = {
     "does not currently support double backward": _NOT_COMPILED,
 }
 """What mends an error of torch that says it in other words, by a part of its message."""
+_ON_RANKS = {
+    "appears to not have been used in the graph": "on several ranks the weights of a unit are other tensors in its "
+    "forward than outside of it: differentiate by a weight outside of all units (choose them by unit_classes of the "
+    "adapter, or by actor.fsdp_config.wrap)",
+}
 
 
 def _is_users(traced: TracebackType) -> bool:

@@ -139,6 +139,22 @@ def test_a_gradient_in_an_evaluation_has_its_own_remedy(tmp_path: Path) -> None:
     assert "with torch.enable_grad():" in told.remedy
 
 
+def test_a_gradient_for_a_weight_of_a_unit_has_its_own_remedy_on_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\ndef slope(x, weight):\n    return torch.autograd.grad(x.sum(), weight)\n")
+    slope = load_function(f"{file}:slope", "somewhere")
+    with pytest.raises(RuntimeError) as caught:
+        slope(torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True))
+    for ranks, said in (("1", "fix it there"), ("2", "a weight outside of all units")):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        monkeypatch.setenv("RANK", "0")
+        told = user_fault(caught.value)
+        assert told is not None
+        assert said in told.remedy
+
+
 def test_any_other_error_stays_what_it_is(no_packages: None) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         _ = 1 / 0
