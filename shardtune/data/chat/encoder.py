@@ -16,6 +16,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardtune.batch import Prompt, Sample
+from shardtune.data.chat.control_tokens import matching_any
 from shardtune.data.chat.outline import Span
 from shardtune.data.chat.prompt_check import PromptMismatch, first_difference
 from shardtune.data.chat.reasoning import TAGS, Thinking, Thought, before_last_question, thoughts, without_thoughts
@@ -288,8 +289,7 @@ class ChatEncoder:
     def _special_tokens(self) -> re.Pattern[str]:
         """Matches any special token of the tokenizer but the tags of reasoning, which belong into an answer."""
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        texts = sorted((text for text in added if TAGS.fullmatch(text) is None), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        return matching_any(text for text in added if TAGS.fullmatch(text) is None)
 
     def _spelled_out(self, chat: Chat, rendered: str) -> tuple[str, ...]:
         """The special tokens that stand in the text of turns and calls, which the tokenizer reads as these tokens.
