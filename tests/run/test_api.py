@@ -119,7 +119,7 @@ def test_a_table_of_pandas_trains_as_its_rows(tiny: Tiny) -> None:
     assert lines(tiny.run("frame")) == lines(tiny.run("rows of it"))
     frame.loc[3, "completion"] = float("nan")
     for given in (frame, frame.to_dict("records")):
-        with pytest.raises(DataError, match=r"has no completion(.|\n)*row 4"):
+        with pytest.raises(DataError, match=r"its completion is null(.|\n)*row 4"):
             shardtune.train(tiny.recipe("missing"), train_data=given)
     assert not tiny.run("missing").exists()
 
