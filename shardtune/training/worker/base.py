@@ -57,7 +57,7 @@ from shardtune.training.worker.run_context import RunContext, silent
 from shardtune.training.worker.summary import summarise
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
 from shardtune.training.worker.user_batches import UserBatches
-from shardtune.training.worker.user_errors import of_parts
+from shardtune.training.worker.user_errors import of_step
 from shardtune.training.worker.user_evaluation import EvalOutput
 from shardtune.training.worker.user_task import UserTask, training_paths
 
@@ -274,7 +274,7 @@ class FSDPSftWorker(ABC):
                 judge=None if position.anomalies.spikes is None else position.anomalies.spikes.judge,
             )
         except RuntimeError as error:
-            if (readable := of_parts(error, str(self.ranks.layout))) is None:
+            if (readable := of_step(error, str(self.ranks.layout))) is None:
                 raise
             raise readable from error
         state.in_step = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -16,6 +17,9 @@ DEVICES = ("on the same device", "is not on the expected device", "tensors on di
 
 SHARDED = "mixed torch.Tensor and DTensor"
 """A part of torch's message for a sharded weight in an operation with a plain tensor."""
+
+ONCE = re.compile(r"derivative for (?:aten::)?(\w+) is not implemented")
+"""In torch's message for an operation whose gradient has no graph."""
 
 
 @contextmanager
@@ -47,13 +51,21 @@ def explaining(method: str, batch: object, device: torch.device) -> Iterator[Non
         raise
 
 
-def of_parts(error: RuntimeError, layout: str) -> ModelError | None:
-    """The readable form of an error of an operation with a part of a weight, in micro-batches; None for any other.
+def of_step(error: RuntimeError, layout: str) -> ModelError | None:
+    """The readable form of an error of micro-batches; None for any that torch itself says well enough.
+
+    It is that of an operation with a part of a weight, or of one that is differentiated twice and cannot be.
 
     Args:
         error: of torch.
         layout: of the ranks, for the message.
     """
+    if (once := ONCE.search(str(error))) is not None:
+        return ModelError(
+            f"the loss differentiates a gradient, and torch's {once[1]} has no derivative",
+            where="create_graph=True",
+            remedy="in attention: actor.model.attn_implementation: eager; elsewhere: other operations",
+        )
     if SHARDED not in str(error):
         return None
     return ModelError(

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from shardtune import FSDPSftWorker
 from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, ConfigError, DataError, ModelError, ShardtuneError
-from shardtune.training.worker.user_errors import explaining
+from shardtune.training.worker.user_errors import explaining, of_step
 from tests.parallel.test_parts import made, rows, sharded
 from tests.support.dist.ranks import run_ranks
 
@@ -327,3 +328,15 @@ def test_a_parameter_of_which_the_rank_has_a_part() -> None:
     for told in run_ranks(used_directly, 2):
         assert "an operation uses a parameter of the sharded model, of which each rank has a part" in told
         assert "compute this in a public method of the model's class" in told
+
+
+def test_a_kernel_without_second_derivatives_is_named() -> None:
+    query = torch.randn(1, 1, 4, 8, requires_grad=True)
+    output = F.scaled_dot_product_attention(query, query.detach(), query.detach())
+    (slope,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError) as caught:
+        slope.square().sum().backward()
+    found = of_step(caught.value, "")
+    assert found is not None
+    assert "scaled_dot_product_flash_attention" in found.what
+    assert "attn_implementation: eager" in (found.remedy or "")
