@@ -76,6 +76,10 @@ class UnitCalls:
         watch_backward(unit, self.filling, self._second)
         self._summed |= {parameters[id(each)]: each for each in own if each.numel() and id(each) in parameters}
 
+    def free(self) -> None:
+        """Let weights be freed that are kept for graphs of gradients; no pass through these follows."""
+        self._second.forget()
+
     def noting(self, name: str) -> Callable[[], object]:
         """What notes a collective of a unit when it is called."""
         self._units.append(name)

@@ -191,5 +191,6 @@ class WholeUnits(WholeWeights):
         return sum(parameter.numel() for parameter in self._root.parameters() if isinstance(parameter, DTensor))
 
     def free(self) -> None:
+        self._unit_calls.free()
         for unit in self._units:
             unit.reshard()

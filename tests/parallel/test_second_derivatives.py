@@ -110,6 +110,17 @@ def first_only(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model(x + 0.1 * found.sign()).square().sum()
 
 
+def other_passes(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Between the gradient and the pass through it are passes and forwards that need none of it, or its value."""
+    given, value, found = slope(model, x)
+    (second,) = torch.autograd.grad(found.sum(), given, retain_graph=True)
+    other = (2 * x).requires_grad_()
+    (first,) = torch.autograd.grad(model(other).square().sum(), other)
+    with torch.no_grad():
+        weight = model(3 * x)
+    return (found.square() * (1 + second.square() + first.square())).sum() + (weight * value).sum()
+
+
 def by_functions(model: Any, x: torch.Tensor) -> torch.Tensor:
     second = vmap(hessian(lambda row: model(row[None])[0, 0]))(x)
     value, along = jvp(model, (x,), (x.flip(-1),))
@@ -145,6 +156,8 @@ CASES = {
     "no output of a unit reached": Case(forces, model=Linears),
     "not differentiated": Case(not_differentiated),
     "first derivatives": Case(first_only),
+    "other passes": Case(other_passes),
+    "other passes, checkpoints": Case(other_passes, recomputes="all", how={"prefetch": 2}),
     "a frozen unit": Case(penalty, frozen="blocks.0."),
     "frozen but for one": Case(forces, frozen="blocks.1.", how={"prefetch": 2}),
     "torch.func": Case(by_functions),
@@ -152,7 +165,7 @@ CASES = {
 }
 QUICK = (
     "value and penalty", "copies", "selective checkpoints", "gathered ahead", "third derivatives",
-    "called again, copies", "some parameters", "no output of a unit reached", "not differentiated", "a frozen unit",
+    "called again, copies", "some parameters", "no output of a unit reached", "not differentiated", "other passes", "a frozen unit",
     "torch.func",
 )  # fmt: skip
 
@@ -312,6 +325,27 @@ def test_exchanges_between_ranks_are_differentiated_twice() -> None:
     for rank, found in enumerate(run_ranks(through_collectives, 2)):
         for one, other in zip(found, (summed[rank : rank + 1], held, moved[rank : rank + 1]), strict=True):
             assert torch.allclose(one, other, rtol=1e-12, atol=0)
+
+
+def backward_to_weights() -> str:
+    ranks = lay_out(SHARDED, dist.get_rank(), CPU)
+    model = Energy()
+    hold = shard_model(model, list(model.blocks), ranks, "fp64")
+    materialise(model, dtype=torch.float64, device=ranks.device)
+    hold(model)
+    value = model(points(0).requires_grad_()).square().sum()
+    try:
+        value.backward(create_graph=True)
+    except ModelError as error:
+        return f"{error} {error.remedy}"
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_graph_of_gradients_that_ranks_sum_is_refused() -> None:
+    for message in run_ranks(backward_to_weights, 2):
+        assert "a gradient of weights, which ranks sum, has first derivatives only" in message
+        assert "torch.autograd.grad(value, inputs, create_graph=True)" in message
 
 
 REFUSED = {Layout(tensor=2): "parallel.tensor) has first derivatives only", FLAT: "a model that FSDP1 shards has"}

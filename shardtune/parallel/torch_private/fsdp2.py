@@ -22,7 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from shardtune.parallel.torch_private.graph import current_node
+from shardtune.parallel.second_derivatives import refuse_second_derivatives
+from shardtune.parallel.torch_private.graph import accumulates, current_node, graph_is_retained, number_of_pass
 
 
 @cache
@@ -211,16 +212,31 @@ class SecondDerivatives:
 
     Attributes:
         recorded: the present backward pass records a graph of its own.
-        ahead: such a graph was recorded, and no pass has begun since the one through it has ended.
-        ended: the pass through it has.
+        ahead: such a graph was recorded, and weights stay gathered for passes through it.
+        sums: the present pass gives weights their gradients, as that of `torch.autograd.grad` for inputs does not.
+        last: it does, and its graph is not retained: no pass through what was recorded follows.
         hooked: the weights that end a pass which reaches them, by `id`.
+        number: of the pass, by autograd.
     """
 
     refuse: Callable[[], None] | None = None
     recorded: bool = False
     ahead: bool = False
-    ended: bool = False
+    sums: bool = False
+    last: bool = False
     hooked: set[int] = dataclasses.field(default_factory=set)
+    number: int = -1
+
+    def enter(self) -> None:
+        """Note the pass in which a unit or a weight is reached."""
+        if (number := number_of_pass()) != self.number:
+            self.ahead &= not self.last
+            self.number, self.sums = number, self.ahead and accumulates()
+            self.last = self.sums and not graph_is_retained()
+
+    def forget(self) -> None:
+        """Keep no weights for what was recorded."""
+        self.ahead = False
 
 
 def watch_backward(module: FSDPModule, filling: Filling, second: SecondDerivatives) -> None:
@@ -231,9 +247,9 @@ def watch_backward(module: FSDPModule, filling: Filling, second: SecondDerivativ
     all have called, these would be mixed. Its own setting for this fills units that no rank has called, too, and leaves
     no way to know what was used.
 
-    It frees a unit's weights when a gradient has come back to its inputs. A pass that records a graph
-    (`create_graph=True`) keeps them, for a pass through that graph. That one reaches the recorded products first and
-    the forward's after them, so it sums each gradient when it ends.
+    It frees a unit's weights after a forward, and when a gradient has come back to its inputs. From a pass that records
+    a graph (`create_graph=True`) on they are kept, until a pass has given weights their gradients: such a one reaches
+    the recorded products first and the forward's after them, so it sums each gradient when it ends.
 
     Args:
         module: sharded.
@@ -244,6 +260,7 @@ def watch_backward(module: FSDPModule, filling: Filling, second: SecondDerivativ
     for group in _groups_of(module):
         begin = partial(_begin_backward, group, state, filling, second, group.pre_backward)
         vars(group)["pre_backward"] = torch.compiler.disable(begin)
+        vars(group)["reshard"] = partial(_free, group, second)
         fills = group.mesh_info.mesh.size() > 1
         vars(group)["post_backward"] = torch.compiler.disable(partial(_end_backward, group, filling, second, fills))
 
@@ -272,15 +289,16 @@ def _begin_backward(
     pre_backward: Callable[..., None],
     *how: object,
 ) -> None:
+    second.enter()
     second.recorded = torch.is_grad_enabled()  # as autograd sets it for `create_graph`
     if second.recorded and second.refuse is not None:
         second.refuse()
-    if second.recorded or second.ended:
-        second.ahead, second.ended = second.recorded, False
+    second.ahead |= second.recorded
     pre_backward(*how)
-    if not second.recorded:
+    if not second.ahead:
         return
-    filling.passed.add(id(group))
+    if second.recorded:
+        filling.passed.add(id(group))
     for each in group.fsdp_params:
         whole = each.unsharded_param
         if whole.requires_grad and id(whole) not in second.hooked:
@@ -290,14 +308,24 @@ def _begin_backward(
 
 def _reach_weight(state: FSDPState, second: SecondDerivatives, _: torch.Tensor) -> None:
     """Let a pass end with its sums that reaches weights, and perhaps no output of a unit, where FSDP2 notes passes."""
+    if torch.is_grad_enabled():
+        refuse_second_derivatives(
+            "a gradient of weights, which ranks sum,",
+            "differentiate by inputs: torch.autograd.grad(value, inputs, create_graph=True)",
+        )
+    second.enter()
     second.recorded = False
     state._register_root_post_backward_final_callback()
 
 
+def _free(group: Any, second: SecondDerivatives) -> None:
+    if second.last or not second.ahead:
+        type(group).reshard(group)
+
+
 def _end_backward(group: Any, filling: Filling, second: SecondDerivatives, fills: bool, *_: object) -> None:
-    if second.recorded or (second.ahead and current_node() is not None):
+    if second.recorded or (second.ahead and (current_node() is not None or not second.sums)):
         return  # FSDP2 calls this once more when the pass ends
-    second.ended = second.ahead
     if fills and filling.on:
         _fill(group, filling, complete=second.ahead)
     type(group).post_backward(group)

@@ -78,6 +78,27 @@ def current_node() -> object:
     return torch._C._current_autograd_node()
 
 
+def number_of_pass() -> int:
+    """Of the backward pass that runs, counted by autograd; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def graph_is_retained() -> bool:
+    """Whether the backward pass that runs keeps its graph for another one."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def accumulates() -> bool:
+    """Whether the backward pass that runs gives leaves their gradients, which that of `torch.autograd.grad` does not."""
+    node: Any = current_node()
+    while node.name() != ACCUMULATES:
+        node = next(before for before, _ in node.next_functions if before is not None)
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient is returned
+        return False
+
+
 def in_transform() -> bool:
     """Whether a transform of `torch.func` runs, in which tensors do not show whether they have gradients."""
     return torch._C._are_functorch_transforms_active()
