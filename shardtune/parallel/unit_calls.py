@@ -48,6 +48,7 @@ class UnitCalls:
     Attributes:
         made: for each collective the place of its unit among the names, in order.
         used: of which parameters there were gradients, at each `mark`.
+        second: keeps weights gathered for passes through gradients' own graphs.
         filling: if it is on, unused parameters get zeros, and `settle` has to be called after the sums of a step.
     """
 
@@ -62,7 +63,7 @@ class UnitCalls:
         shares = [key for key, size in sizes.items() if size > 1]
         what = f"a layer that several ranks compute ({', '.join(shares)})"
         refuse = partial(refuse_second_derivatives, what, f"{shares[0]}: 1") if shares else None
-        self._second = SecondDerivatives(refuse)
+        self.second = SecondDerivatives(refuse)
 
     def watch(self, name: str, unit: FSDPModule, parameters: Mapping[int, str]) -> None:
         """Note what FSDP2 does with a unit, if it involves other ranks.
@@ -73,12 +74,8 @@ class UnitCalls:
             parameters: the names of the model's parameters by `id`.
         """
         own = note_collectives(unit, self.noting(name))
-        watch_backward(unit, self.filling, self._second)
+        watch_backward(unit, self.filling, self.second)
         self._summed |= {parameters[id(each)]: each for each in own if each.numel() and id(each) in parameters}
-
-    def free(self) -> None:
-        """Let weights be freed that are kept for graphs of gradients; no pass through these follows."""
-        self._second.forget()
 
     def noting(self, name: str) -> Callable[[], object]:
         """What notes a collective of a unit when it is called."""

@@ -331,7 +331,7 @@ class Weights:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
             self.unit_calls.filling.on = True
-            self.unit_calls.free()
+            self.unit_calls.second.ahead = False  # no pass through what was recorded follows
             reduce = last or self._reduce_each
             if not reduce and not self._accumulates:
                 self._accumulates = True

@@ -165,8 +165,8 @@ CASES = {
 }
 QUICK = (
     "value and penalty", "copies", "selective checkpoints", "gathered ahead", "third derivatives",
-    "called again, copies", "some parameters", "no output of a unit reached", "not differentiated", "other passes", "a frozen unit",
-    "torch.func",
+    "called again, copies", "some parameters", "no output of a unit reached", "not differentiated", "other passes",
+    "a frozen unit", "torch.func",
 )  # fmt: skip
 
 

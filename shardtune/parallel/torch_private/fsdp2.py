@@ -229,14 +229,10 @@ class SecondDerivatives:
 
     def enter(self) -> None:
         """Note the pass in which a unit or a weight is reached."""
-        if (number := number_of_pass()) != self.number:
-            self.ahead &= not self.last
+        if self.ahead and (number := number_of_pass()) != self.number:
+            self.ahead = not self.last
             self.number, self.sums = number, self.ahead and accumulates()
             self.last = self.sums and not graph_is_retained()
-
-    def forget(self) -> None:
-        """Keep no weights for what was recorded."""
-        self.ahead = False
 
 
 def watch_backward(module: FSDPModule, filling: Filling, second: SecondDerivatives) -> None:
@@ -260,7 +256,6 @@ def watch_backward(module: FSDPModule, filling: Filling, second: SecondDerivativ
     for group in _groups_of(module):
         begin = partial(_begin_backward, group, state, filling, second, group.pre_backward)
         vars(group)["pre_backward"] = torch.compiler.disable(begin)
-        vars(group)["reshard"] = partial(_free, group, second)
         fills = group.mesh_info.mesh.size() > 1
         vars(group)["post_backward"] = torch.compiler.disable(partial(_end_backward, group, filling, second, fills))
 
@@ -289,16 +284,19 @@ def _begin_backward(
     pre_backward: Callable[..., None],
     *how: object,
 ) -> None:
-    second.enter()
+    if second.ahead:
+        second.enter()
     second.recorded = torch.is_grad_enabled()  # as autograd sets it for `create_graph`
     if second.recorded and second.refuse is not None:
         second.refuse()
-    second.ahead |= second.recorded
+    if second.recorded and not second.ahead:
+        second.ahead, second.last, second.number = True, False, -1
     pre_backward(*how)
     if not second.ahead:
         return
     if second.recorded:
         filling.passed.add(id(group))
+        vars(group)["reshard"] = partial(_free, group, second)
     for each in group.fsdp_params:
         whole = each.unsharded_param
         if whole.requires_grad and id(whole) not in second.hooked:

@@ -85,11 +85,12 @@ def number_of_pass() -> int:
 
 def graph_is_retained() -> bool:
     """Whether the backward pass that runs keeps its graph for another one."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    private: Any = torch._C
+    return private._autograd._get_current_graph_task_keep_graph()
 
 
 def accumulates() -> bool:
-    """Whether the backward pass that runs gives leaves their gradients, which that of `torch.autograd.grad` does not."""
+    """Whether the backward pass that runs gives leaves gradients, which that of `torch.autograd.grad` does not."""
     node: Any = current_node()
     while node.name() != ACCUMULATES:
         node = next(before for before, _ in node.next_functions if before is not None)
