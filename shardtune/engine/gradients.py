@@ -50,6 +50,7 @@ class Gradients:
         """Inside, every backward pass of this thread counts by `share`, and its gradients are whole when it is done."""
         plain, thread = torch.autograd.backward, threading.get_ident()
         inside, self.passed = False, False
+        self._weights.unit_calls.second.ahead = False  # graphs of an earlier call are gone
 
         def backward(
             tensors: Roots,
@@ -193,13 +194,13 @@ class Gradients:
         return found
 
     def _check_first_order(self, outputs: Roots, where: str) -> None:
-        """Refuse a graph of gradients that would need the weights of units a second time, when they have been freed."""
-        if self._ranks.mesh is not None and went_through_units(_listed(outputs)):
+        """Refuse a graph of gradients that would need the weights of units a second time, when FSDP1 has freed them."""
+        if self._ranks.layout.flat and went_through_units(_listed(outputs)):
             raise ModelError(
-                "gradients of gradients need the module's weights in a second backward pass, and sharding frees them "
+                "gradients of gradients need the module's weights in a second backward pass, and fsdp1 frees them "
                 "in the first",
                 where=where,
-                remedy="compute such a penalty on one rank (data_parallel_size=1), or from differences of two forwards",
+                remedy='compute such a penalty with executor="fsdp2" or "ddp", or from differences of two forwards',
             )
 
     def discard(self) -> None:

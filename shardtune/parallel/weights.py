@@ -207,6 +207,7 @@ class Weights:
         Raises:
             ModelError: names one.
         """
+        self.unit_calls.second.ahead = False
         self.whole.free()
         if added := [*self.added()]:
             raise ModelError(
@@ -407,6 +408,7 @@ class Weights:
         next forward would take those instead of the changed ones.
         """
         if self.on_ranks:
+            self.unit_calls.second.ahead = False  # what was recorded is of other weights
             self.whole.free()
         for computed, master in self._masters.pairs.values():
             computed.copy_(master)

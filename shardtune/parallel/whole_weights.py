@@ -191,6 +191,5 @@ class WholeUnits(WholeWeights):
         return sum(parameter.numel() for parameter in self._root.parameters() if isinstance(parameter, DTensor))
 
     def free(self) -> None:
-        self._unit_calls.second.ahead = False
         for unit in self._units:
             unit.reshard()

@@ -160,8 +160,6 @@ def test_what_gradients_and_parameters_cannot_be_is_refused(model: Path, two_ran
             engine.too_late(ROWS)
         with pytest.raises(ModelError, match="leave out create_graph"):
             engine.second_order(ROWS)
-        with pytest.raises(ModelError, match=r"gradients of gradients need the module's weights"):
-            engine.penalty(ROWS)
         with pytest.raises(ModelError, match=r"late has made the parameters other.weight, other.bias after"):
             engine.late()
     with pytest.raises(ModelError, match=r"self.second trains a tensor \[3, 2\] that is no parameter"):
