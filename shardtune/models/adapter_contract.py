@@ -88,6 +88,23 @@ def check_adapter_class(kind: type[Adapter], where: str) -> None:
         _check_no_whole_step(kind, written, where)
     for name in CALLED_BY.keys() & written.keys():
         _check_called(kind, name, where)
+    if not {"__init__", "from_recipe"} & written.keys():
+        _check_base(kind, where)
+
+
+def _check_base(kind: type[Adapter], where: str) -> None:
+    """Refuse a class that extends an adapter of this package which a recipe alone does not make."""
+    base = next(base for base in kind.__mro__ if "__init__" in vars(base))
+    try:
+        inspect.signature(base.__init__).bind(None, None, None)
+    except TypeError:
+        if "from_recipe" not in {name for each in kind.__mro__[: kind.__mro__.index(base) + 1] for name in vars(each)}:
+            raise ConfigError(
+                f"{kind.__name__} extends {base.__name__}, which is made from a model's config and not from a recipe",
+                where=where,
+                remedy="extend Adapter, with a build that returns the model (docs/add-a-model.md), or choose the loss "
+                "of its tokens by name or by a function of yours (docs/losses.md)",
+            ) from None
 
 
 def check_made(adapter: Adapter, where: str) -> None:

@@ -138,6 +138,14 @@ def test_what_an_overridden_caller_does_not_call_is_refused(base: type[Any], wri
         check_adapter_class(kind, "the recipe")
 
 
+def test_a_class_that_no_recipe_makes_is_refused_with_what_to_extend():
+    kind: type[Any] = type("Mine", (CausalLM,), {"train_loss": lambda self, model, batch, token_loss: {}})
+    with pytest.raises(ConfigError, match=r"Mine extends CausalLM, which is made from a model's config(.|\n)*Adapter"):
+        check_adapter_class(kind, "the recipe")
+    made_by_hand = classmethod(lambda cls, recipe, tokenizer=None: None)
+    check_adapter_class(type("Made", (kind,), {"from_recipe": made_by_hand}), "the recipe")
+
+
 def _methods() -> dict[str, Any]:
     return {
         "loss": lambda self, model, batch: None,
