@@ -50,7 +50,6 @@ class Gradients:
         """Inside, every backward pass of this thread counts by `share`, and its gradients are whole when it is done."""
         plain, thread = torch.autograd.backward, threading.get_ident()
         inside, self.passed = False, False
-        self._weights.unit_calls.second.ahead = False  # graphs of an earlier call are gone
 
         def backward(
             tensors: Roots,

@@ -45,6 +45,16 @@ class Steps:
         loss, states = self._loss(torch.tensor(rows))
         torch.autograd.grad(loss, states, create_graph=True)
 
+    def fail(self: Any, rows: list[list[int]]) -> None:
+        self.differentiate(rows)
+        raise ValueError("on purpose")
+
+    def grown(self: Any, rows: list[list[int]]) -> float:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(1.1)
+        return float(self._loss(torch.tensor(rows))[0].detach())
+
     def keep_graph(self: Any, rows: list[list[int]]) -> None:
         self._loss(torch.tensor(rows))[0].backward(create_graph=True)
 
@@ -76,6 +86,17 @@ def test_a_penalty_on_a_gradient_is_that_of_plain_pytorch(model: Path, two_ranks
             assert found == pytest.approx(wanted, rel=1e-11)
         tensors, expected = dict(engine.named_tensors()), alone.state_dict()
         assert max(float((tensors[name] - expected[name]).abs().max()) for name in tensors) < 1e-12
+
+
+def test_weights_that_a_graph_without_a_pass_has_kept_are_not_those_of_the_next_call(
+    model: Path, two_ranks: TrainEngine
+) -> None:
+    alone: Any = PlainLearner.from_pretrained(model, dtype=torch.float64, attn_implementation="eager").train()
+    wanted = alone.grown(ROWS)
+    with TrainEngine(learner(model)).build(colocate_with=two_ranks, take_turns=False) as engine:
+        with pytest.raises(ValueError, match="on purpose"):
+            engine.fail(ROWS)
+        assert engine.grown(ROWS) == pytest.approx([wanted] * 2, rel=1e-12)
 
 
 def test_a_graph_of_the_weights_gradients_is_refused(model: Path, two_ranks: TrainEngine) -> None:
