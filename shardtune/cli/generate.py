@@ -125,12 +125,17 @@ def generate(
             images=[question.images for question in questions],
             tools=[question.tools for question in questions],
             folder=file.parent if file else None,
-            template_kwargs=[{**given, **question.template_kwargs} for question in questions]
-            if any(question.template_kwargs for question in questions)
-            else given,
+            template_kwargs=_of_each(questions, given),
         )
     for question, answer in zip(questions, answers, strict=True) if is_first_rank() else ():
         typer.echo(answer_line(question, answer) if file else printable(answer))
+
+
+def _of_each(questions: Sequence[Question], given: dict[str, object]) -> dict[str, object] | list[dict[str, object]]:
+    """The arguments of the chat template: one for all prompts, or one for each where a row has its own."""
+    if not any(question.template_kwargs for question in questions):
+        return given
+    return [{**given, **question.template_kwargs} for question in questions]
 
 
 @contextmanager

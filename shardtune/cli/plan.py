@@ -95,8 +95,7 @@ def plan(
         further = {} if changes is None else {"changes": [change.to_dict() for change in changes]}
         typer.echo(json.dumps({**found.to_dict(), **further}, indent=2))
         return
-    for line in [*lines(found), *(change_lines(found, changes) if changes is not None else ())]:
-        typer.echo(line)
+    typer.echo("\n".join([*lines(found), *(change_lines(found, changes) if changes is not None else ())]))
 
 
 def _check_words(path: str | None, overrides: list[str], rates: Mapping[str, object]) -> None:

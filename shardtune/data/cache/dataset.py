@@ -132,22 +132,19 @@ def _unread(file: FileReport) -> Iterator[str]:
 
 def _control_tokens(file: FileReport) -> Iterator[str]:
     """A line on turns whose text has special tokens: one that ends a turn ends it, whoever wrote it."""
-    found = file.tally.control_tokens
-    if found:
-        yield (
-            f"{file.label}: the text of turns has special tokens of the tokenizer, which the model receives as such: "
-            f"{_counted(found, file.tally.rows)}; data.transform may write them otherwise"
-        )
+    what = "the text of turns has special tokens of the tokenizer, which the model receives as such"
+    yield from _noted(file, what, file.tally.control_tokens, "data.transform may write them otherwise")
 
 
 def _changed_turns(file: FileReport) -> Iterator[str]:
     """A line on turns that are not trained and whose text the model does not receive as the row has it."""
-    found = file.tally.changed_turns
+    what = "the chat template leaves out or changes text of turns that are not trained"
+    yield from _noted(file, what, file.tally.changed_turns, "shardtune data preview shows what is left")
+
+
+def _noted(file: FileReport, what: str, found: Mapping[str, Notes], then: str) -> Iterator[str]:
     if found:
-        yield (
-            f"{file.label}: the chat template leaves out or changes text of turns that are not trained: "
-            f"{_counted(found, file.tally.rows)}; shardtune data preview shows what is left"
-        )
+        yield f"{file.label}: {what}: {_counted(found, file.tally.rows)}; {then}"
 
 
 def _counted(found: Mapping[str, Notes], rows: int) -> str:
