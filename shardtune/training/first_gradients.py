@@ -1,10 +1,19 @@
-"""Names the trained parameters that the first step's backward pass does not reach; later steps cost nothing."""
+"""Looks at the gradients of the first step; later steps cost nothing.
+
+The trained parameters that its backward pass does not reach are named, and a loss that differentiates by a weight of
+which a rank has a part is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.weights import Weights
 from shardtune.training.step import Accumulate, Totals
@@ -13,15 +22,19 @@ SHOWN = 5
 
 
 def with_report(
-    accumulate: Accumulate, ranks: Ranks, report: Callable[[str], None], done: Callable[[], None]
+    accumulate: Accumulate, ranks: Ranks, report: Callable[[str], None], done: Callable[[], None], *, users: bool
 ) -> Accumulate:
     """`accumulate` for the first step, which reports the trained parameters that got no gradient on any rank.
+
+    A user's loss that calls `torch.autograd.grad` for a parameter of which each rank has a part is refused: the graph
+    holds the gathered weight, so autograd finds None, or zeros (`allow_unused`, `materialize_grads`).
 
     Args:
         accumulate: of the following steps.
         ranks: of the run; all of them do the first step.
         report: receives a line, if there are such parameters.
         done: called after it, so that `accumulate` alone is used from then on.
+        users: whether the loss is a user's, and not compiled.
     """
 
     compared = False
@@ -30,7 +43,8 @@ def with_report(
         forward: Callable[..., object], micro_batches: object, denominators: object, weights: Weights, **settings: Any
     ) -> Totals:
         nonlocal compared
-        totals = accumulate(forward, micro_batches, denominators, weights, **settings)
+        seen = _seen(forward, weights.parameters) if users and weights.on_ranks else forward
+        totals = accumulate(seen, micro_batches, denominators, weights, **settings)
         if compared:  # the same step again, at another loss scale
             return totals
         compared = True
@@ -54,3 +68,41 @@ def _line(missing: list[str], trained: int) -> str:
         f"no gradient in the first step for {len(missing):,} of {trained:,} trained parameters: {shown}. The loss of "
         "its rows does not depend on them; freeze them (model.freeze), or use them in the forward pass"
     )
+
+
+def _seen(forward: Callable[..., object], parameters: Mapping[str, torch.Tensor]) -> Callable[..., object]:
+    """`forward`, which refuses gradients of parameters of which this rank has a part."""
+
+    def checked(*args: object, **settings: object) -> object:
+        with _GradientsOfParts(parameters):
+            return forward(*args, **settings)
+
+    return checked
+
+
+class _GradientsOfParts(TorchFunctionMode):
+    """Refuses `torch.autograd.grad` for some parameters; everything else is computed as without it."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._parts = {id(tensor): name for name, tensor in parameters.items() if isinstance(tensor, DTensor)}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is torch.autograd.grad:
+            names = [self._parts[id(tensor)] for tensor in args[1] if id(tensor) in self._parts]
+            if names:
+                raise ModelError(
+                    f"the loss differentiates by {', '.join(names[:SHOWN])}{' and others' * (len(names) > SHOWN)}, of "
+                    "which each rank has a part: the weight that its unit computed with is another tensor, so autograd "
+                    "finds no gradient",
+                    where="torch.autograd.grad",
+                    remedy="differentiate by inputs or hidden states, or by a weight outside of all units (choose them "
+                    "by unit_classes of the adapter, or by actor.fsdp_config.wrap)",
+                )
+        return func(*args, **(kwargs or {}))

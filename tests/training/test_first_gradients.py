@@ -13,6 +13,7 @@ from torch import nn
 
 from shardtune import Adapter, Batch, LossSum, Sample
 from shardtune.config import load_recipe
+from shardtune.errors import ModelError
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
 
@@ -60,6 +61,64 @@ def reported(folder: str) -> tuple[list[str], list[dict[str, float]]]:
     return [line for line in lines if "gradient" in line], metrics
 
 
+class Tower(nn.Module):
+    """Two blocks, which are units of their own on ranks, and a head, which is in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(1, 1)) for _ in range(2)])
+        self.head = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Balanced(Spare):
+    """A loss with the slope for a weight in it, where gradients are recorded."""
+
+    unit_classes = ("Sequential",)
+
+    def build(self) -> nn.Module:
+        return Tower()
+
+    def weights_of(self, model: nn.Module) -> list[nn.Parameter]:
+        return list(model.get_submodule("blocks").parameters())
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        total = model(batch["x"]).square().sum()
+        if torch.is_grad_enabled():
+            slopes = torch.autograd.grad(total, self.weights_of(model), retain_graph=True, allow_unused=True)
+            assert all(slope is not None for slope in slopes)
+        return LossSum(total, len(batch.rows))
+
+
+class BalancedAtHead(Balanced):
+    def weights_of(self, model: nn.Module) -> list[nn.Parameter]:
+        return list(model.get_submodule("head").parameters())
+
+
+def first_step(folder: str, adapter: str, **model: object) -> str | float:
+    """The loss of the first step, or why there is none."""
+    recipe = {
+        "actor": {
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64", **model},
+        },
+        "data": {"train_data_paths": f"{folder}/rows.jsonl", "cache_dir": f"{folder}/cache", "num_workers": 0},
+    }
+    worker = SFTWorker(load_recipe(recipe), report=lambda _: None)
+    worker.setup()
+    try:
+        return worker.run_training()["train/loss"]
+    except ModelError as error:
+        return str(error)
+    finally:
+        worker.release()
+
+
 def check(found: tuple[list[str], list[dict[str, float]]]) -> None:
     (line,), metrics = found
     assert line.startswith("no gradient in the first step for 2 of 4 trained parameters: spare.weight, spare.bias. ")
@@ -83,3 +142,14 @@ def test_parameters_without_a_gradient_are_named_on_ranks(folder: str) -> None:
     found: Sequence[tuple[list[str], list[dict[str, float]]]] = run_ranks(reported, 2, folder)
     check(found[0])
     assert found[1][0] == []
+
+
+def test_a_gradient_of_a_part_of_a_weight_is_refused(folder: str) -> None:
+    """With `allow_unused` autograd finds None there, which a loss takes for "no influence"."""
+    alone = first_step(folder, "Balanced")
+    assert isinstance(alone, float)
+    for message in run_ranks(first_step, 2, folder, "Balanced"):
+        assert "the loss differentiates by blocks.0.0.weight, blocks.0.0.bias, blocks.1.0.weight" in message
+        assert "of which each rank has a part" in message
+        assert "outside of all units" in message
+    assert run_ranks(first_step, 2, folder, "BalancedAtHead") == pytest.approx([alone, alone], rel=1e-12)

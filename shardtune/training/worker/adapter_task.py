@@ -134,7 +134,7 @@ class AdapterTask(CachedRowsTask):
     def _may_try(self, samples: Sequence[Sample]) -> bool:
         """Whether these two rows may share a forward, and the loss of the user's adapter is a sum over rows."""
         adapter, actor = self.adapter, self.recipe.actor
-        own = not type(adapter).__module__.startswith("shardtune.") and not isinstance(adapter, CausalLM)
+        own = self.has_users_loss and not isinstance(adapter, CausalLM)
         most = actor.max_tokens_per_micro_batch
         fits = actor.micro_batch_size != 1 and (most is None or sum(sample.length for sample in samples) <= most)
         # Compiled, each form takes minutes; in units of FSDP1 a loss that fails leaves a state in which none computes.

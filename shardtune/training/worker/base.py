@@ -448,7 +448,14 @@ class FSDPSftWorker(ABC):
         self.model = self.state.model
         if training and not type(self).__module__.startswith("shardtune."):
             watch_rates(self.state.optimizer)
-        self._accumulate = with_report(self.task.accumulate, self.ranks, self.report, self._begin_plain_steps)
+        own = not type(self).__module__.startswith("shardtune.") or self.task.has_users_loss
+        self._accumulate = with_report(
+            self.task.accumulate,
+            self.ranks,
+            self.report,
+            self._begin_plain_steps,
+            users=own and not self.recipe.actor.model.compile,
+        )
         self._forward = self.get_train_model_output
         self.notes += [
             *context.notes,

@@ -150,6 +150,10 @@ class CachedRowsTask(Task):
         return self.adapter.builds_by_class
 
     @property
+    def has_users_loss(self) -> bool:
+        return not type(self.adapter).__module__.startswith("shardtune.")
+
+    @property
     def new_parts(self) -> Sequence[str]:
         return self.adapter.new_parts
 

@@ -123,6 +123,11 @@ class Task(ABC):
         """Whether building makes a model of transformers from its config alone (see `load_initial_weights`)."""
 
     @property
+    def has_users_loss(self) -> bool:
+        """Whether the loss is computed by a user's code, where the worker does not change it."""
+        return True
+
+    @property
     def new_parts(self) -> Sequence[str]:
         """Submodules that the initial weights may lack, see `Adapter.new_parts`."""
         return ()
