@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardtune.data import row_files
 from shardtune.data.encoder import Row, RowError
+from shardtune.data.files import json_text
 from shardtune.data.row_files import kind_of, read_rows
 from shardtune.errors import DataError
 
@@ -23,7 +23,7 @@ def read(file: Path) -> dict[int, Row | str]:
 
 
 def test_a_line_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_files, "MOST_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(json_text, "MOST_ROW_BYTES", 1 << 20)
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * (5 << 20) + b'\n\n{"text": "b"}'))
     assert read(file) == {1: {"text": "a"}, 2: "the line is longer than 1 MB, so it is not one row", 4: {"text": "b"}}

@@ -19,10 +19,10 @@ from shardtune.data.cache.entry import EncodedRow, EncodedRows, EntryWriter, Tal
 from shardtune.data.cache.fields import Kinds, kinds_of, require_same_kinds
 from shardtune.data.cache_directory import content_size
 from shardtune.data.encoder import Encoder, NamesUnread, Row, RowDropped, RowError, bad_row, caused_by
+from shardtune.data.files.chunk import Chunk
 from shardtune.data.loader.prefetch import ProcessDied, computed_ahead
 from shardtune.data.progress import BuildProgress
 from shardtune.data.robot.frames import FrameRow
-from shardtune.data.row_files import Chunk
 from shardtune.data.row_formats import format_of, in_format, unread_keys
 from shardtune.data.sources.source import Source, SourceFile, prepare_row
 from shardtune.errors import DataError

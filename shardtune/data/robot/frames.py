@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from shardtune.data.encoder import FrameOptions, RowError, caused_by
+from shardtune.data.files.chunk import NumberedRow
 from shardtune.data.robot.images import ImageRecord, image_record
 from shardtune.data.robot.returns import RETURN, finite_return
-from shardtune.data.row_files import NumberedRow
 
 
 class FrameRow(dict[str, Any]):

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardtune.data.encoder import FrameOptions, RowError
+from shardtune.data.files.chunk import Chunk, RowChunk
 from shardtune.data.images.video_frame import require_av, video_seconds
 from shardtune.data.robot.columns import Columns
 from shardtune.data.robot.frames import FrameChunk, Origin, episode_digest
 from shardtune.data.robot.lerobot import COPY, EpisodeRecord, LeRobotSet, open_lerobot
 from shardtune.data.robot.returns import RETURN, discounted, role_of
-from shardtune.data.row_files import Chunk, RowChunk
 from shardtune.errors import DataError
 
 _CHUNK_FRAMES = 64

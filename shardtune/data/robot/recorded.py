@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from shardtune.data.encoder import FrameOptions, RowError
+from shardtune.data.files.chunk import Chunk, RowChunk
 from shardtune.data.robot.columns import JOIN, Columns, find_columns
 from shardtune.data.robot.frames import FrameChunk, Origin, episode_digest
 from shardtune.data.robot.lerobot_frames import FileVectors
 from shardtune.data.robot.returns import RETURN, discounted, role_of
-from shardtune.data.row_files import Chunk, RowChunk
 from shardtune.errors import DataError
 
 ROLES = {

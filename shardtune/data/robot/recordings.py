@@ -7,11 +7,12 @@ from contextlib import closing
 from pathlib import Path
 
 from shardtune.data.encoder import FrameOptions
+from shardtune.data.files.chunk import Chunk
 from shardtune.data.robot.hdf5 import SUFFIXES, hdf5_episodes, hdf5_files, hdf5_splits, names_below
 from shardtune.data.robot.lerobot_frames import FileVectors
 from shardtune.data.robot.recorded import RecordedEpisode, read_recorded, recorded_roles, recorded_vectors
 from shardtune.data.robot.rlds import open_rlds, rlds_episodes, rlds_folder
-from shardtune.data.row_files import Chunk, kind_of
+from shardtune.data.row_files import kind_of
 
 HDF5, RLDS = "HDF5", "RLDS"
 RECORDINGS = (HDF5, RLDS)

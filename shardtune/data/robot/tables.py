@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from shardtune.data.encoder import FrameOptions, Row, RowError
+from shardtune.data.files.chunk import Chunk, NumberedRow, RowChunk
 from shardtune.data.robot.columns import Columns, find_columns
 from shardtune.data.robot.frames import FrameRow, Origin, episode_digest
 from shardtune.data.robot.images import ImageRecord, image_record
 from shardtune.data.robot.returns import RETURN, finite_return, role_of
-from shardtune.data.row_files import Chunk, NumberedRow, RowChunk
 from shardtune.errors import DataError
 
 _CHUNK_FRAMES = 64

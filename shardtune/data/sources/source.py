@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardtune.data.encoder import FrameOptions, Row, RowError, caused_by
+from shardtune.data.files.chunk import Chunk, NumberedRow
 from shardtune.data.robot.frames import Origin, describe_frame
 from shardtune.data.robot.lerobot import open_lerobot
 from shardtune.data.robot.lerobot_frames import read_lerobot
 from shardtune.data.robot.recordings import RECORDINGS, read_recording
 from shardtune.data.robot.representation import Representation
 from shardtune.data.robot.tables import read_frames
-from shardtune.data.row_files import Chunk, NumberedRow, read_chunks
+from shardtune.data.row_files import read_chunks
 from shardtune.data.row_formats import rename_columns
 from shardtune.data.sources.transform import Transform
 
