@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any
 
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from shardtune.data.chat.arguments import DATE, Arguments, fault, variables, with_date, with_defaults
-from shardtune.data.chat.changes import (
-    Change,
-    enclosed,
-    is_at_its_place,
-    is_left_out,
-    is_printed,
-    pieces_of,
-    quoted,
-    reason_of_change,
-)
+from shardtune.data.chat.arguments import Arguments
+from shardtune.data.chat.changes import Change
+from shardtune.data.chat.completeness import Completeness
 from shardtune.data.chat.outline import Outline, Shape, Span, given_pieces, probed, shape_of
-from shardtune.data.chat.reasoning import KEY, TAGS, Thought, lost_thoughts
+from shardtune.data.chat.printed_template import MARK, NO_ARGUMENTS, PrintedTemplate
+from shardtune.data.chat.reasoning import KEY, Thought, lost_thoughts
 from shardtune.data.encoder import RowError
-from shardtune.data.messages import REASONING_KEYS, message_keys, unknown_key, unknown_keys
 from shardtune.data.row_formats import Chat
-from shardtune.errors import DataError
 
-# Two private-use characters: no text has them and no template strips, escapes or translates them.
-_MARK = "\ue0f5\ue0f6"
-_THOUGHT = "\ue0f8\ue0f9"
+_THOUGHT = "\ue0f8\ue0f9"  # as `MARK`
 _AROUND_THOUGHTS = "<think>\n", "\n</think>\n\n"
-_SHORT = 24  # content shorter than this may occur in the rendering by chance
 _MOST_OUTLINES = 1024
-_KEYS_OF_PARTS = ("text", "type", "image", "video", "audio")  # a template that reads them reads parts of a content
 _OPENING = 5  # this many characters of a turn's opening are enough to recognise it
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_NONE: Arguments = MappingProxyType({})
 _ADVICE = "put {% generation %} and {% endgeneration %} around the assistant's text in the chat template"
 
 
@@ -70,197 +51,13 @@ class Rendering:
         return replace(self, spans=(*self.spans[:-1], moved), prompt=self.text[: moved.start])
 
 
-class ChatTemplate:
-    """A chat template with its tokenizer's special tokens.
+class ChatTemplate(PrintedTemplate):
+    """A chat template that finds the assistant's turns in what it prints; arguments as `PrintedTemplate` has them."""
 
-    Args:
-        text: the Jinja source.
-        tokenizer: for the special tokens that the template may print, and to check which texts are single tokens.
-        arguments: further values for the template, which those of a row replace.
-
-    Raises:
-        DataError: the template does not read one of the arguments.
-    """
-
-    _separator = ""
-    """What a turn has in place of something other than text."""
-
-    def __init__(self, text: str, tokenizer: PreTrainedTokenizerFast, arguments: Arguments = _NONE) -> None:
-        self.text = text
-        self.arguments = {name: value for name, value in arguments.items() if value is not None}
-        self._tokenizer = tokenizer
-        self._special = dict(tokenizer.special_tokens_map)
-        self._added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-        self.marks_generation = _GENERATION.search(text) is not None
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerFast, arguments: Arguments = NO_ARGUMENTS) -> None:
+        super().__init__(text, tokenizer, arguments)
+        self._completeness = Completeness(self)
         self._outlines: dict[Shape, Outline | None] = {}
-        self._read: dict[str, bool] = {}
-        self._prints: dict[str, bool] = {}
-        self._printed: set[tuple[str, str]] = set()
-        self._dated: dict[object, str] = {}
-        wrong = self.fault_of(self.arguments)
-        if wrong is not None:
-            raise DataError(wrong, where="data.template_kwargs", remedy="leave it out, or give what the template reads")
-
-    @property
-    def with_arguments(self) -> str:
-        """The template that renders by itself what this one renders with the recipe's arguments."""
-        return with_defaults(self.text, self.arguments)
-
-    @cached_property
-    def _variables(self) -> frozenset[str]:
-        return variables(self.text)
-
-    def render(
-        self,
-        messages: Sequence[dict],
-        tools: Sequence[dict] | None,
-        prompt: bool = False,
-        arguments: Arguments = _NONE,
-    ) -> str:
-        """The conversation as text; with `prompt`, followed by what opens the assistant's next turn."""
-        return self._render(messages, tools, prompt, marked=False, arguments=arguments)[0]
-
-    def _render(
-        self,
-        messages: Sequence[dict],
-        tools: Sequence[dict] | None,
-        prompt: bool,
-        marked: bool,
-        arguments: Arguments,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        values = {**self._special, **self.arguments, **arguments}
-        day = values.pop(DATE, None)
-        if day not in self._dated:
-            self._dated[day] = with_date(self.text, day)
-        try:
-            rendered: Any = render_jinja_template(
-                conversations=[self.shown(messages)],
-                tools=list(tools) if tools else None,
-                chat_template=self._dated[day],
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=prompt,
-                **values,
-            )
-        except Exception as error:  # a template is user code and may raise anything
-            raise RowError(f"the chat template refuses the conversation: {error}") from error
-        texts, marks = rendered
-        return texts[0], marks[0] if marked else []
-
-    def shown(self, messages: Sequence[dict]) -> list[dict]:
-        """The messages as the template is given them."""
-        return [self._renamed(message) for message in messages]
-
-    def _renamed(self, message: dict) -> dict:
-        """The message with its reasoning under the name that the template reads."""
-        if KEY not in message or self._reasoning_key == KEY:
-            return message
-        return {self._reasoning_key if key == KEY else key: value for key, value in message.items()}
-
-    @cached_property
-    def _reasoning_key(self) -> str:
-        return next((key for key in REASONING_KEYS if self._reads(key)), KEY)
-
-    def _reads(self, key: str) -> bool:
-        """Whether the template has `message.key`, or the key in quotes."""
-        if key not in self._read:
-            name = re.escape(key)
-            self._read[key] = re.search(rf"\.{name}\b|(['\"]){name}\1", self.text) is not None
-        return self._read[key]
-
-    def check_keys(self, chat: Chat) -> None:
-        """Raises `RowError` for a key of a message that means nothing in a row, and that the template does not read."""
-        for number, message in enumerate(chat.messages, 1):
-            for key in unknown_keys(message):
-                if key in _KEYS_OF_PARTS or not self._reads(key):
-                    raise RowError(
-                        f"message {number}: {unknown_key(key, message_keys())} "
-                        "(data.ignored_keys names keys to leave out)"
-                    )
-                if message[key] and not self._prints_key(chat, number - 1, key):
-                    raise RowError(
-                        f"message {number}: the key {key!r} changes nothing of what the chat template prints "
-                        f"(data.ignored_keys: [{key}] leaves it out)"
-                    )
-            if "name" in message and not self._prints_name(message["role"]):
-                raise RowError(
-                    f"message {number}: the chat template does not print the name {message['name']!r} of a "
-                    f"{message['role']} turn (data.ignored_keys: [name] leaves names out)"
-                )
-
-    def _prints_name(self, role: str) -> bool:
-        """Whether the names of a role's turns are printed. Those of tools are in the calls that they answer."""
-        if role not in self._prints:
-            roles = (*(("system",) if role == "system" else ()), "user", "assistant")
-            turns = [{"role": one, "content": "?", **({"name": _MARK} if one == role else {})} for one in roles]
-            try:
-                self._prints[role] = role == "tool" or _MARK in self.render(turns, None)
-            except RowError:  # nothing is known; the row itself says what the template refuses
-                self._prints[role] = True
-        return self._prints[role]
-
-    def _prints_key(self, chat: Chat, index: int, key: str) -> bool:
-        """Whether the rendering depends on a key of message `index`, as far as another value shows it. A template may
-        have the key of a call or a tool alone, not of a message."""
-        message = chat.messages[index]
-        place = (message["role"], key)
-        if place in self._printed:
-            return True
-        others = [{name: value for name, value in message.items() if name != key}]
-        others += [{**message, key: value} for value in (True, _MARK)]
-        try:
-            before, after = chat.messages[:index], chat.messages[index + 1 :]
-            texts = {
-                self.render([*before, one, *after], chat.tools, arguments=chat.arguments) for one in (message, *others)
-            }
-        except RowError:  # one of the values cannot be printed, so it is read; or the row itself is refused later
-            return True
-        if len(texts) > 1:
-            self._printed.add(place)
-        return len(texts) > 1
-
-    def fault_of(self, arguments: Arguments) -> str | None:
-        """Why the template cannot take arguments; None where it takes all of them."""
-        return fault(arguments, self._variables, self._special) if arguments else None
-
-    def check_arguments(self, arguments: Arguments) -> None:
-        """Raises `RowError` for an argument of a row that the template does not read."""
-        wrong = self.fault_of(arguments)
-        if wrong is not None:
-            raise RowError(f"chat_template_kwargs: {wrong} (data.ignored_keys names keys to leave out)")
-
-    @cached_property
-    def end_of_turn(self) -> str:
-        """The text of the token that ends an assistant turn. Raises `DataError` for a template without one."""
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        try:
-            _, mark, tail = self.render(messages, None).partition(_MARK)
-        except RowError as error:
-            raise DataError(
-                f"{error.reason} (a user turn and an answer)",
-                where="the chat template",
-                remedy="mend it, or choose another with data.chat_template",
-            ) from error
-        if not mark:
-            raise DataError(
-                "the chat template leaves out the assistant's answer",
-                where="the chat template",
-                remedy="choose another with data.chat_template",
-            )
-        found = self._first_added(tail)
-        if found is not None:
-            return found
-        if len(self._tokenizer(tail.strip(), add_special_tokens=False)["input_ids"]) == 1:
-            return tail.strip()
-        raise DataError(
-            f"the chat template ends the assistant's turn with {tail!r}, which holds no token that ends a turn, "
-            "so the model could never learn to stop",
-            where="the chat template",
-            remedy="end the turn with {{ eos_token }}, or with a token that the tokenizer has",
-        )
-
-    def _first_added(self, text: str) -> str | None:
-        places = [(text.find(token), token) for token in self._added if token in text]
-        return min(places, key=lambda place: place[0])[1] if places else None
 
     def render_turns(self, chat: Chat) -> Rendering:
         """The conversation with its assistant turns found. Raises `RowError` where the template does not allow it.
@@ -269,11 +66,11 @@ class ChatTemplate:
         several times (see `_render_at_length`).
         """
         try:
-            text, marks = self._render(chat.messages, chat.tools, False, self.marks_generation, chat.arguments)
+            text, marks = self.render_marked(chat.messages, chat.tools, False, self.marks_generation, chat.arguments)
         except RowError as error:
             raise self._refused(chat, error) from error
         outline = self._outline(chat)
-        spans = None if outline is None else outline.find(chat, text, self._separator)
+        spans = None if outline is None else outline.find(chat, text, self.separator)
         if outline is None or spans is None or not self._are_whole(spans, text):
             rendering, _ = self._render_at_length(chat, text, marks)
         elif self.marks_generation:
@@ -285,7 +82,7 @@ class ChatTemplate:
         changes = list(rendering.changes)
         for span in rendering.spans:
             message, turn = chat.messages[span.message], text[span.start : span.stop]
-            changes += self._changes_of_answer(chat, span.message, turn)
+            changes += self._completeness.changes_of_answer(chat, span.message, turn)
             lost += [Thought(span.message, one) for one in lost_thoughts(message, turn)]
         return replace(rendering, lost=tuple(lost), changes=tuple(changes)) if lost or changes else rendering
 
@@ -307,7 +104,7 @@ class ChatTemplate:
     @cached_property
     def _around_thoughts(self) -> tuple[str, str]:
         """What the template writes before and after the reasoning of a last turn; <think> tags where it prints none."""
-        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}
         try:
             opening = self.render([question], None, prompt=True)
             text = self.render([question, {**answer, KEY: _THOUGHT}], None)
@@ -316,34 +113,34 @@ class ChatTemplate:
             return _AROUND_THOUGHTS
         before, found, rest = text.removeprefix(opening).partition(_THOUGHT)
         # Behind the reasoning comes what opens the answer of a turn without any.
-        after, mark, _ = rest.partition(earlier.removeprefix(opening).partition(_MARK)[0] + _MARK)
+        after, mark, _ = rest.partition(earlier.removeprefix(opening).partition(MARK)[0] + MARK)
         is_known = text.startswith(opening) and earlier.startswith(opening) and found and mark and before and after
         return (before, after) if is_known else _AROUND_THOUGHTS
 
     def _are_whole(self, spans: Sequence[Span], text: str) -> bool:
         """Whether each turn ends where its text requires; always true for turns that the template marks."""
-        return self.marks_generation or all(self._cut(text[s.start : s.stop]) == s.stop - s.start for s in spans)
+        return self.marks_generation or all(self.cut(text[s.start : s.stop]) == s.stop - s.start for s in spans)
 
     def _outline(self, chat: Chat) -> Outline | None:
         if any(isinstance(value, list | tuple | Mapping) for value in chat.arguments.values()):
             return None  # documents, which are others in each row
-        shape = shape_of(chat, self._separator)
+        shape = shape_of(chat, self.separator)
         if shape not in self._outlines:
             if len(self._outlines) >= _MOST_OUTLINES:
                 self._outlines.clear()
-            self._outlines[shape] = self._learn(probed(chat, self._separator))
+            self._outlines[shape] = self._learn(probed(chat, self.separator))
         return self._outlines[shape]
 
     def _learn(self, chat: Chat) -> Outline | None:
         """The outline of a probed conversation; None where it cannot be rendered."""
         try:
-            text, marks = self._render(chat.messages, chat.tools, False, self.marks_generation, chat.arguments)
+            text, marks = self.render_marked(chat.messages, chat.tools, False, self.marks_generation, chat.arguments)
             rendering, befores = self._render_at_length(chat, text, marks)
             without_tools = self.render(chat.messages, None, arguments=chat.arguments) if chat.tools else None
         except RowError:
             return None
-        pieces = len(given_pieces(chat, self._separator))
-        endings = [self._ending(text[span.start : span.stop]) for span in rendering.spans]
+        pieces = len(given_pieces(chat, self.separator))
+        endings = [self.ending(text[span.start : span.stop]) for span in rendering.spans]
         prompt = befores[-1] if befores else self._before(chat, rendering.spans[-1].message)
         return Outline.learn(text, pieces, rendering.spans, endings, befores, prompt, without_tools)
 
@@ -373,10 +170,6 @@ class ChatTemplate:
             text = self._try(chat, span.message + 1, prompt=False)
         return None if prompt is None or text is None else (prompt, text)
 
-    def _ending(self, turn: str) -> str:
-        """The token that a turn ends with; "" where it has none."""
-        return next((token for token in (self.end_of_turn, *self._added) if turn.endswith(token)), "")
-
     def _render_at_length(
         self, chat: Chat, text: str, marks: list[tuple[int, int]]
     ) -> tuple[Rendering, list[str | None] | None]:
@@ -385,7 +178,7 @@ class ChatTemplate:
         Returns:
             The rendering, and the rendering up to each of the turns; None if the template marks them.
         """
-        changes = self._changes_of_given(chat, text)
+        changes = self._completeness.changes_of_given(chat, text)
         turns = _turns(chat)
         if self.marks_generation:
             return Rendering(text, tuple(self._marked_spans(text, marks, turns)), changes=changes), None
@@ -430,7 +223,7 @@ class ChatTemplate:
     def _end_of_marked(self, text: str, start: int, stop: int, turn: int) -> int:
         """The end of the marked turn: after its end-of-turn token, also when that directly follows the block."""
         block = text[start:stop]
-        inside = self._cut(block)
+        inside = self.cut(block)
         if inside is not None and not block[inside:].strip():
             return start + inside
         ends = [self.end_of_turn, self._special.get("eos_token") or self.end_of_turn]
@@ -454,7 +247,7 @@ class ChatTemplate:
         """The span of turn `index`: between the renderings without and with it, if both are prefixes of the text."""
         after = text if index == len(chat.messages) - 1 else self._try(chat, index + 1, prompt=False)
         if before is not None and after is not None and after.startswith(before):
-            cut = self._cut(after[len(before) :])
+            cut = self.cut(after[len(before) :])
             # Differences after the end of the turn (for example a closing token at the very end) do not matter.
             if cut is not None and text.startswith(after[: len(before) + cut]):
                 return Span(index, len(before), len(before) + cut)
@@ -469,7 +262,7 @@ class ChatTemplate:
     def _opening(self, chat: Chat) -> str | None:
         """The opening of a conversation that begins with the assistant: everything before its text."""
         replaced = self._replaced(chat, 0)
-        return None if replaced is None else replaced.partition(_MARK)[0]
+        return None if replaced is None else replaced.partition(MARK)[0]
 
     def _find_by_replacing(self, chat: Chat, index: int, text: str, before: str | None) -> Span:
         """The span of turn `index`: the part of the whole text that changes when the content of the turn changes.
@@ -477,7 +270,7 @@ class ChatTemplate:
         For templates that render a turn differently once others follow: those that drop old reasoning, or write the
         system prompt or the tools into the last question.
         """
-        head, mark, rest = (self._replaced(chat, index) or "").partition(_MARK)
+        head, mark, rest = (self._replaced(chat, index) or "").partition(MARK)
         if mark and not text.startswith(head):
             head = head.rstrip()
         stop = len(text) - len(rest)
@@ -503,97 +296,16 @@ class ChatTemplate:
         """The whole rendering with only the mark in message `index`; None if that cannot be rendered."""
         messages = list(chat.messages)
         kept = {key: messages[index][key] for key in ("role", "name", "tool_call_id", KEY) if key in messages[index]}
-        messages[index] = {**kept, "content": _MARK}
+        messages[index] = {**kept, "content": MARK}
         try:
             text = self.render(messages, chat.tools, arguments=chat.arguments)
         except RowError:
             return None
-        return text if text.count(_MARK) == 1 else None
-
-    def _cut(self, turn: str) -> int | None:
-        """The length of the turn up to and including its end-of-turn token; None where it has none."""
-        place = turn.rfind(self.end_of_turn)
-        if place >= 0:
-            return place + len(self.end_of_turn)
-        # Some templates end a tool call with a special token.
-        stripped = turn.rstrip()
-        return len(stripped) if any(stripped.endswith(token) for token in self._added) else None
-
-    # -- completeness checks ---------------------------------------------------------------------------------------
-
-    def _changes_of_given(self, chat: Chat, text: str) -> tuple[Change, ...]:
-        """The turns that are not the assistant's and are changed. Raises `RowError` for one that is left out."""
-        changes: list[Change] = []
-        for index, message in enumerate(chat.messages):
-            if message["role"] != "assistant" and message["content"].strip():
-                changes += self._changes_of_turn(chat, index, text)
-        if chat.tools and self.render(chat.messages, None, arguments=chat.arguments) == text:
-            raise RowError("the row defines tools, but the chat template does not render tool definitions")
-        return tuple(changes)
-
-    def _changes_of_turn(self, chat: Chat, index: int, text: str) -> list[Change]:
-        role, content = chat.messages[index]["role"], chat.messages[index]["content"]
-        pieces = pieces_of(content, self._separator)
-        is_whole = all(is_printed(piece, text) for piece in pieces)
-        if is_whole and any(len(piece) >= _SHORT and _is_only_there(piece, chat, text) for piece in pieces):
-            return []
-        marked = self._with_content(chat, index, enclosed(content, self._separator))
-        if not (marked is None and is_whole) and self._leaves_out(chat, index, marked):
-            raise RowError(f"message {index + 1}: the chat template leaves out {role} turns")
-        if is_whole and (marked is None or len(pieces) != 1 or is_at_its_place(pieces[0], marked, text)):
-            return []
-        return [Change(index, reason_of_change(pieces, marked or "", text, role))]
-
-    def _leaves_out(self, chat: Chat, index: int, marked: str | None) -> bool:
-        """Whether nothing of message `index` is printed: neither a mark around its text, nor a mark instead of it."""
-        if not is_left_out(marked or ""):
-            return False
-        return is_left_out(self._with_content(chat, index, enclosed("", self._separator)) or "")
-
-    def _with_content(self, chat: Chat, index: int, content: str) -> str | None:
-        """The whole rendering with another text in message `index`; None if that cannot be rendered."""
-        messages = list(chat.messages)
-        messages[index] = {**messages[index], "content": content}
-        try:
-            return self.render(messages, chat.tools, arguments=chat.arguments)
-        except RowError:
-            return None
-
-    def _changes_of_answer(self, chat: Chat, index: int, turn: str) -> list[Change]:
-        """The change of an assistant's turn. Raises `RowError` where its text or its calls are left out."""
-        message = chat.messages[index]
-        answer = TAGS.split(message["content"])[-1]
-        changes: list[Change] = []
-        if not self._has(turn, answer.strip()):
-            changes += self._changes_of_missed(chat, index, answer, turn)
-        for call in message.get("tool_calls") or ():
-            if call["function"]["name"] not in turn:
-                raise RowError(f"message {index + 1}: the chat template does not render tool calls")
-        return changes
-
-    def _has(self, turn: str, answer: str) -> bool:
-        """Whether a turn has the answer before the token that ends it, which an answer may also end with itself."""
-        return turn.find(answer, 0, len(turn) - len(self._ending(turn))) >= 0 or turn.endswith(answer)
-
-    def _changes_of_missed(self, chat: Chat, index: int, answer: str, turn: str) -> list[Change]:
-        """The change of an answer that is not printed as one text without its blanks."""
-        pieces = pieces_of(answer, self._separator)
-        if all(self._has(turn, piece) or self._has(turn, quoted(piece)) for piece in pieces):
-            return []
-        before = chat.messages[index]["content"].removesuffix(answer)
-        marked = self._with_content(chat, index, before + enclosed(answer, self._separator))
-        if self._leaves_out(chat, index, marked):
-            raise RowError(f"message {index + 1}: the chat template leaves out part of the assistant's turn")
-        return [Change(index, reason_of_change(pieces, marked or "", turn, "assistant"))]
+        return text if text.count(MARK) == 1 else None
 
 
 def _turns(chat: Chat) -> list[int]:
     return [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
-
-
-def _is_only_there(piece: str, chat: Chat, text: str) -> bool:
-    """Whether a rendering has a piece as often as the turns have it; what was found is another turn's otherwise."""
-    return text.count(piece) >= sum(message["content"].count(piece) for message in chat.messages)
 
 
 def _start_of_turn(head: str, before: str, opening: str) -> int:

@@ -42,7 +42,7 @@ class ImageTemplate(ChatTemplate):
         arguments: as for `ChatTemplate`.
     """
 
-    _separator = IMAGE_MARK
+    separator = IMAGE_MARK
 
     def __init__(
         self, text: str, images: AppliedImages, arguments: Mapping[str, object] = MappingProxyType({})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardtune.data.chat import rendering
+from shardtune.data.chat import printed_template, rendering
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.chat.rendering import ChatTemplate
 from shardtune.data.chat.template import load_template
@@ -25,13 +25,13 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "Looks."
 def renderings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by one whenever a template is rendered."""
     found: list[object] = []
-    render: Callable[..., Any] = rendering.render_jinja_template
+    render: Callable[..., Any] = printed_template.render_jinja_template
 
     def counted(**options: Any) -> Any:
         found.append(options)
         return render(**options)
 
-    monkeypatch.setattr(rendering, "render_jinja_template", counted)
+    monkeypatch.setattr(printed_template, "render_jinja_template", counted)
     return found
 
 

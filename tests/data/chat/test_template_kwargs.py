@@ -181,8 +181,10 @@ def test_a_template_by_name(tokenizer: Any) -> None:
 def test_rows_with_the_same_switch_share_an_outline(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = ChatEncoder(tokenizer, SWITCHED)
     assert encoder.template is not None
-    counts, render = [], encoder.template._render
-    monkeypatch.setattr(encoder.template, "_render", lambda *args, **more: (counts.append(1), render(*args, **more))[1])
+    counts, render = [], encoder.template.render_marked
+    monkeypatch.setattr(
+        encoder.template, "render_marked", lambda *given, **more: (counts.append(1), render(*given, **more))[1]
+    )
     for thinking in (True, True, False, False):
         counts.append(0)
         encoder.encode({"messages": MULTI[:2], "chat_template_kwargs": {"enable_thinking": thinking}})
