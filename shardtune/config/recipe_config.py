@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
 from shardtune.config.keys import KEYS
 from shardtune.config.recipe_file import unresolved
-from shardtune.config.schema import ACTOR, ACTOR_KEYS, OTHER_KEYS, Spelling
-from shardtune.config.tree import Tree, copied, get_value, take_value
+from shardtune.config.schema import ACTOR, ACTOR_KEYS, OTHER_KEYS, Recipe, Spelling
+from shardtune.config.tree import Tree, copied, get_value, set_value, take_value
+from shardtune.config.values import escape_interpolation
 
-if TYPE_CHECKING:
-    from shardtune.config.schema import Recipe
+
+def as_dict_config(recipe: Recipe) -> DictConfig:
+    """A recipe's values as an OmegaConf config, in which nothing is interpolated.
+
+    A key with two names has its value under both, and `actor.` may be left out. `load_recipe` turns an unchanged
+    config back into the recipe, with the places where its values were given.
+    """
+    values = recipe.to_dict()
+    for theirs, ours in OTHER_KEYS.items():
+        set_value(values, theirs, get_value(values, ours))
+    return RecipeConfig(escape_interpolation(values), recipe)
 
 
 class RecipeConfig(DictConfig):

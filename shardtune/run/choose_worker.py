@@ -20,6 +20,7 @@ from shardtune.config.model_names import (
     registered_adapter,
     registered_worker,
 )
+from shardtune.config.recipe_config import as_dict_config
 from shardtune.config.user_code import code_hashes, import_plugins, load_function, names_in
 from shardtune.config.values import ENVIRONMENTS, FUNCTION_IN_FILE, LOSSES
 from shardtune.errors import ConfigError
@@ -95,7 +96,7 @@ def make_worker(
             remedy="let its model_provider_func and build_dataloader return them",
         )
     check_worker(recipe, kind)
-    return kind(recipe.as_dict_config())
+    return kind(as_dict_config(recipe))
 
 
 def worker_class(recipe: Recipe) -> type[FSDPSftWorker]:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 import shardtune
 from shardtune.config import KEYS, ActorConfig, LoraConfig, ModelConfig, Recipe, RunnerConfig, load_recipe
 from shardtune.config.halos import in_names_of_halos
+from shardtune.config.recipe_config import as_dict_config
 from shardtune.config.schema import ACTOR_KEYS, FORMER_KEYS, present_key
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.models.get_model import IN_OTHER_SECTIONS, _section
@@ -291,7 +292,7 @@ def test_allowed_changes_name_keys(load_text: Callable[..., Recipe]) -> None:
 
 def test_code_reads_a_config_in_both_forms(load: Callable[..., Recipe]) -> None:
     recipe = load(SHORT, "micro_batch_size=3", "runner.eval_interval=5", "data.eval_split=0.1")
-    for cfg in (made := recipe.as_dict_config(), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+    for cfg in (made := as_dict_config(recipe), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert cfg.optim.lr == cfg["optim"]["lr"] == cfg.get("optim").lr == cfg.actor.optim.lr == 2e-5
         assert cfg.micro_batch_size == cfg.model.micro_batch_size == cfg.actor.micro_batch_size == 3
         assert OmegaConf.select(cfg, "model.options.width") == 3
@@ -327,7 +328,7 @@ def test_sections_that_code_passes_may_have_former_names(load: Callable[..., Rec
     assert RunnerConfig.model_validate({"val_check_interval": 3}).eval_interval == 3
     with pytest.raises(ValueError, match="adapter_path and load_from are two names of one key"):
         LoraConfig.model_validate({"adapter_path": "a", "load_from": "b"})
-    cfg = load(SHORT, "model.is_lora=true").as_dict_config()
+    cfg = as_dict_config(load(SHORT, "model.is_lora=true"))
     cfg.model.lora.adapter_path = "somewhere"
     assert _section(ModelConfig, cfg.actor.model, "actor.model").lora.load_from == "somewhere"
     for given in ({"model": {"model_path": "org/x"}}, {"actor": {"model": {"model_path": "org/x"}}}):

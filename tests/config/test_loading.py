@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from shardtune.config import Recipe, flatten, load_recipe
+from shardtune.config.recipe_config import as_dict_config
 from shardtune.errors import ConfigError
 
 MINIMAL = {"actor": {"model": {"model_path": "org/model"}}, "data": {"train_data_paths": "train.jsonl"}}
@@ -306,7 +307,7 @@ def test_the_resolved_recipe_reads_back_the_same(load, recipe_path, tmp_path):
     written = tmp_path / "run" / "config.yaml"
     written.parent.mkdir()
     written.write_text(recipe.to_yaml())
-    for source in (written, recipe.to_dict(), recipe.as_dict_config()):
+    for source in (written, recipe.to_dict(), as_dict_config(recipe)):
         back = load_recipe(source)
         assert back == recipe
         assert back.to_yaml() == recipe.to_yaml()
@@ -326,7 +327,7 @@ def test_text_that_looks_like_something_else_reads_back_as_text(load, tmp_path, 
     odd = Recipe.model_validate(values)
     (tmp_path / "odd.yaml").write_text(odd.to_yaml())
     assert load_recipe(tmp_path / "odd.yaml").data.system_prompt == prompt
-    assert odd.as_dict_config().data.system_prompt == prompt
+    assert as_dict_config(odd).data.system_prompt == prompt
 
 
 def test_what_is_in_memory_need_not_be_named():

@@ -5,6 +5,7 @@ import pytest
 from shardtune.cli.words import split_words
 from shardtune.config import load_recipe
 from shardtune.config.overrides import GROUPS, PLAIN, options, plain_value, with_keys
+from shardtune.config.recipe_config import as_dict_config
 from shardtune.errors import ConfigError
 
 
@@ -50,7 +51,7 @@ def test_an_override_sets_its_key(load, override, key, expected):
             load(override)
         return
     recipe = load("eval.generate=false", override)
-    value = recipe.as_dict_config()
+    value = as_dict_config(recipe)
     for part in key.split("."):
         value = value[part]
     assert value == expected

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from shardtune.config import load_recipe
+from shardtune.config.recipe_config import as_dict_config
 from shardtune.errors import ConfigError
 from shardtune.run.choose_worker import make_worker
 from tests.training.worker import test_base as own
@@ -55,14 +56,14 @@ def test_a_message_raised_in_a_users_worker_names_file_and_line(file: Path) -> N
 
 def test_an_unchanged_config_is_the_recipe(file: Path) -> None:
     recipe = load_recipe(file)
-    config = recipe.as_dict_config()
+    config = as_dict_config(recipe)
     assert load_recipe(config) is recipe
     assert load_recipe(pickle.loads(pickle.dumps(config))) == recipe
     assert load_recipe(copy.deepcopy(config)) == recipe
 
 
 def test_a_changed_config_is_read_again(file: Path) -> None:
-    config = load_recipe(file).as_dict_config()
+    config = as_dict_config(load_recipe(file))
     config.actor.global_batch_size = 16
     changed = load_recipe(config)
     assert changed.actor.global_batch_size == 16
@@ -77,7 +78,7 @@ def test_a_key_with_two_places_is_read_in_both(file: Path) -> None:
     """A loader with batch_size=None would yield single rows."""
     recipe = load_recipe(file)
     assert recipe.actor.model.val_micro_batch_size is None
-    model = recipe.as_dict_config().actor.model
+    model = as_dict_config(recipe).actor.model
     assert (model.micro_batch_size, model.val_micro_batch_size) == (2, 4)
     assert "val_micro_batch_size: null" in recipe.to_yaml()
     assert load_recipe(recipe.to_dict(), ["actor.eval_micro_batch_size=1"]).actor.eval_micro_batch_size == 1

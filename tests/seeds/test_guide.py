@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import shardtune
 from shardtune.checkpoint.atomic import read_json
 from shardtune.config import load_recipe
+from shardtune.config.recipe_config import as_dict_config
 from shardtune.errors import ConfigError
 from tests.seeds.guide import (
     ABSTRACT,
@@ -167,7 +168,7 @@ def test_the_numbers_are_those_of_plain_pytorch_in_the_loop_of_the_guide(reader:
     recipe = load_recipe(reader.recipe("decorator"), reader.keys("loop"))
     shardtune.config.user_code.import_plugins(recipe.plugins)
     (kind,) = shardtune.config.model_names.registered("my_new_model")
-    worker = kind(recipe.as_dict_config())
+    worker = kind(as_dict_config(recipe))
     made: dict[str, Any] = {"self": worker, "get_model": shardtune.get_model}
     exec(PROVIDER, made)
     assert type(made["model"]).__name__ == "MyNewModel"

@@ -1,25 +1,22 @@
-"""The recipe as a whole, and its forms: a dict, an OmegaConf config, YAML."""
+"""The recipe as a whole, and its forms: a dict, YAML."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import PrivateAttr
 
 from shardtune.config.schema.actor import ActorConfig
 from shardtune.config.schema.data import DataConfig
 from shardtune.config.schema.evaluation import EvalConfig
-from shardtune.config.schema.key_names import ACTOR, OTHER_KEYS, present_key
+from shardtune.config.schema.key_names import ACTOR, present_key
 from shardtune.config.schema.runner import RunnerConfig
 from shardtune.config.schema.section import key, section
 from shardtune.config.schema.short_form import ShortForm
 from shardtune.config.schema.spelling import Spelling
-from shardtune.config.tree import get_value, set_value
+from shardtune.config.tree import set_value
 from shardtune.config.values import Text, escape_interpolation
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class Recipe(ShortForm):
@@ -57,19 +54,6 @@ class Recipe(ShortForm):
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, lists and scalars, every key present."""
         return self.model_dump(mode="python")
-
-    def as_dict_config(self) -> DictConfig:
-        """The same values as an OmegaConf config, in which nothing is interpolated.
-
-        A key with two names has its value under both, and `actor.` may be left out. `load_recipe` turns an unchanged
-        config back into this recipe, with the places where its values were given.
-        """
-        from shardtune.config.recipe_config import RecipeConfig
-
-        values = self.to_dict()
-        for theirs, ours in OTHER_KEYS.items():
-            set_value(values, theirs, get_value(values, ours))
-        return RecipeConfig(escape_interpolation(values), self)
 
     @property
     def references(self) -> Mapping[str, object]:

@@ -26,6 +26,7 @@ from shardtune.checkpoint.hf_save import Processor
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.model_names import registered_function, registered_processor
 from shardtune.config.rank_layout import Layout
+from shardtune.config.recipe_config import as_dict_config
 from shardtune.config.user_code import names_in
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
@@ -167,7 +168,7 @@ class FSDPSftWorker(ABC):
 
     @cached_property
     def cfg(self) -> DictConfig:  # 10 ms, and many workers never read it
-        return self.recipe.as_dict_config()
+        return as_dict_config(self.recipe)
 
     def _read_options(self) -> Any:
         """`actor.model.options`, as the class declares them; as they are where a registered function reads them."""
@@ -649,7 +650,7 @@ class FSDPSftWorker(ABC):
 
     def reopened(self, directory: Path) -> FSDPSftWorker:
         """A new worker of the same class, not set up, for the weights that `export` wrote; this one may be released."""
-        return type(self)(over_directory(self.recipe, directory).as_dict_config())
+        return type(self)(as_dict_config(over_directory(self.recipe, directory)))
 
     def __enter__(self) -> Self:
         return self
