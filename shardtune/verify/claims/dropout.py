@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,23 @@ def random_settings(adapter: Adapter | None) -> dict[str, object]:
         for name, value in values.items()
         if any(part in name for part in RANDOM) and isinstance(value, float) and value
     }
+
+
+def parts_drop(adapter: Adapter | None) -> bool:
+    """Whether a part of a language model beside its text (a vision tower) has a setting that drops in training.
+
+    Its attention passes the number to a function, so no layer shows it.
+    """
+    if not isinstance(adapter, CausalLM):
+        return False
+    return any(isinstance(part, dict) and _has_dropout(part) for part in adapter.config.to_dict().values())
+
+
+def _has_dropout(settings: Mapping[object, object]) -> bool:
+    nested = any(_has_dropout(value) for value in settings.values() if isinstance(value, dict))
+    return nested or any(
+        "drop" in str(name) and isinstance(value, float) and value > 0 for name, value in settings.items()
+    )
 
 
 def switch_off() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtune.verify.result import Skipped
+
 Place = tuple[int, int]
 """A position in the data: epoch and rows consumed."""
 LOSS, NORM = "train/loss", "train/grad_norm"
@@ -54,7 +56,16 @@ class StepRecord:
         return len(self.micro_batches)
 
     def value(self, metric: str) -> float:
-        """A metric as a number."""
+        """A metric as a number.
+
+        Raises:
+            Skipped: the worker's own `run_training` does not return it.
+        """
+        if metric not in self.metrics:
+            raise Skipped(
+                f"the worker's run_training returns no {metric}, which is compared: let it return 'loss' and "
+                "'grad_norm'"
+            )
         return float.fromhex(self.metrics[metric])
 
     def dealt_wrongly(self) -> str | None:
@@ -137,6 +148,10 @@ def _steps(ranks: Sequence[Sequence[Mapping[str, object]]]) -> Iterator[list[Map
 
 def _joined(parts: Sequence[Mapping[str, object]]) -> StepRecord:
     first: dict[str, object] = dict(parts[0])
+    if "from" not in first:
+        raise Skipped(
+            "the worker's run_training takes no batch from self.data_iter, so no step has rows that could be compared"
+        )
     start, end, rows, metrics = first["from"], first["to"], first["rows"], first["metrics"]
     number = first["step"]
     assert isinstance(start, list)

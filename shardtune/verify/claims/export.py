@@ -28,6 +28,8 @@ REMEDY = (
     "look at what of yours writes or changes files of the model: a plugin, an override of save_pretrained, a model "
 )
 REMEDY += "or tokenizer class; if there is nothing, please report this with the output of shardtune env"
+TOKENS = "input_ids"
+"""The one input of a row that is not made of its images."""
 Part = dict[str, Any]
 
 
@@ -189,6 +191,11 @@ def _same_inputs(
         notes.append(f"the processor's inputs, as transformers cannot load it here ({plain.strip().splitlines()[0]})")
         return {}
     assert isinstance(plain, list)
+    both = {name for mine, its in zip(own, plain, strict=True) for name in mine.keys() & its.keys()}
+    lacking = sorted({name for mine in own for name in mine} - both)
+    if not both - {TOKENS}:
+        notes.append(f"the processor's inputs, as {title} makes no {' and no '.join(lacking)}")
+        return {}
     for number, (mine, its) in enumerate(zip(own, plain, strict=True), 1):
         for name, tensor in mine.items():
             if name in its and not gap_of(tensor, its[name]) <= EXACT:

@@ -47,7 +47,7 @@ from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.run_context import silent
 from shardtune.verify.claims import plain_loop
-from shardtune.verify.claims.dropout import drops, without_dropout
+from shardtune.verify.claims.dropout import drops, parts_drop, without_dropout
 from shardtune.verify.claims.evidence import Evidence
 from shardtune.verify.result import Skipped
 
@@ -171,7 +171,7 @@ class PlainSide:
     def drops(self) -> bool:
         """Whether training drops something that no setting of the recipe switches off."""
         worker = self.worker
-        if drops(worker.model):
+        if drops(worker.model) or parts_drop(self.adapter):
             return True
         return not self.by_transformers and self._sample() != self._sample(1)
 

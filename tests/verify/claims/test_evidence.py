@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardtune.verify.claims.evidence import MicroBatch, StepRecord, first_difference, read_evidence
+import pytest
+
+from shardtune.verify.claims.evidence import NORM, MicroBatch, StepRecord, first_difference, read_evidence
+from shardtune.verify.result import Skipped
 
 
 def step(*ranks: list[list[int]], rows: tuple[int, ...] = (4, 7, 9)) -> StepRecord:
@@ -57,3 +60,12 @@ def test_the_first_difference_is_named(tmp_path: Path) -> None:
     real = first_difference(one, other, close=1e-10)
     assert real is not None
     assert real.text == "train/loss 1 and 1.5 (relative 0.33)"
+
+
+def test_steps_that_take_no_rows_or_return_no_norm_are_skipped_with_the_reason(tmp_path: Path) -> None:
+    values = {"metrics": {"train/loss": (1.0).hex()}, "drawn": {}}
+    (tmp_path / "rank0.jsonl").write_text(json.dumps({"step": 1, "ranks": 1, **values}) + "\n")
+    with pytest.raises(Skipped, match="takes no batch from"):
+        read_evidence(tmp_path)
+    with pytest.raises(Skipped, match="returns no train/grad_norm"):
+        step([[4, 7, 9]]).value(NORM)

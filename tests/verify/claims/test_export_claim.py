@@ -112,3 +112,13 @@ def test_a_directory_is_read_by_the_backend_of_training(tmp_path: Path, monkeypa
     monkeypatch.setattr(plain_reader.AutoImageProcessor, "from_pretrained", lambda _, backend: images)
     assert plain_reader.inputs_of(tmp_path, [], tmp_path) == []
     assert loaded.image_processor is images
+
+
+def test_a_processor_that_makes_no_pixels_is_not_said_to_be_alike(adapted: Both) -> None:
+    own, plain = copy.deepcopy(adapted)
+    own["inputs"] = [{"input_ids": torch.ones(1, 3), "pixel_values": torch.ones(2)}]
+    for part in plain.values():
+        part["inputs"] = [{"input_ids": torch.ones(1, 3)}]
+    text = compared(own, plain)
+    assert "rows with images alike" not in text
+    assert "not compared: the processor's inputs, as final/ makes no pixel_values" in text

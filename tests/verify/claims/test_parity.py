@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import CLIPVisionConfig, LlavaConfig
 
 from shardtune.config.schema import OptimConfig
 from shardtune.models import causal_lm
 from shardtune.optim.build import rate_factor
 from shardtune.verify.claims import plain_loop, plain_run
-from shardtune.verify.claims.dropout import PLUGIN, without_dropout
+from shardtune.verify.claims.dropout import PLUGIN, parts_drop, without_dropout
 from shardtune.verify.claims.numbers import weight_gap
 from shardtune.verify.claims.parity import check_parity
 from shardtune.verify.result import Failed, Skipped
@@ -186,3 +187,10 @@ def test_dropout_is_off_inside_only() -> None:
     with without_dropout():
         assert torch.equal(F.dropout(ones, 0.5), ones)
     assert not torch.equal(F.dropout(ones, 0.5), ones)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_dropout_inside_the_attention_of_a_vision_tower_is_seen(rate: float) -> None:
+    adapter = object.__new__(causal_lm.CausalLM)
+    adapter.config = LlavaConfig(vision_config=CLIPVisionConfig(attention_dropout=rate))
+    assert parts_drop(adapter) is (rate > 0)
