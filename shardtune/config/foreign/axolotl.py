@@ -38,11 +38,7 @@ def convert(c: Conversion) -> None:
     rules.length_of_run(c, "num_epochs", "max_steps", default=1)
     length = whole(c.get("sequence_len")) or LENGTH
     c.put("data.max_length", length, "sequence_len", comment=_origin(c, "sequence_len"))
-    long_rows = {"raise": "fail"}.get(
-        str(c.get("excess_length_strategy", "drop")), c.get("excess_length_strategy", "drop")
-    )
-    name = "excess_length_strategy"
-    c.put("data.on_too_long", long_rows, name, comment=_origin(c, name))
+    _long_rows(c)
     is_packed = is_on(c.get("sample_packing"))
     sequence = "context_parallel_size" if c.has("context_parallel_size") else "sequence_parallel_degree"
     rules.batch(
@@ -72,6 +68,23 @@ def convert(c: Conversion) -> None:
     _adapter(c)
     _tokens(c)
     axolotl_data.convert(c)
+
+
+def _long_rows(c: Conversion) -> None:
+    """What becomes of rows that are too long: texts of `type: completion` are cut into pieces."""
+    name, kinds = "excess_length_strategy", axolotl_data.kinds(c)
+    if kinds == {"completion"}:
+        c.put("data.on_too_long", "split", comment="type: completion, whose texts are cut into pieces of sequence_len")
+        c.not_needed("texts of type: completion are cut into pieces of sequence_len", name)
+        return
+    given = c.get(name, "drop")
+    ours = {"raise": "fail"}.get(str(given), given)
+    c.put("data.on_too_long", ours, name, comment=_origin(c, name))
+    if "completion" in kinds:
+        c.notes.append(
+            "Axolotl cuts the texts of type: completion into pieces of sequence_len, and only those; data.on_too_long "
+            f"is one for all rows: {ours}, or split, which cuts conversations too"
+        )
 
 
 def _origin(c: Conversion, name: str) -> str:
@@ -223,10 +236,8 @@ def _adapter(c: Conversion) -> None:
         _new_adapter(c)
     if is_on(c.get("load_in_4bit")) or kind == "qlora":
         c.put("actor.model.lora.base_dtype", "nf4", "adapter", "load_in_4bit", comment="adapter: qlora, load_in_4bit")
-    elif "actor.model.precision" not in c.lines:
-        c.put("actor.model.lora.base_dtype", "bf16", comment="the frozen weights, as there")
-    if is_on(c.get("load_in_8bit")):
-        c.missing("actor.model.lora.base_dtype: bf16 is in the recipe; nf4, four bits, is the other", "load_in_8bit")
+    else:
+        rules.frozen_base(c, "load_in_8bit" if is_on(c.get("load_in_8bit")) else "")
 
 
 def _new_adapter(c: Conversion) -> None:

@@ -71,6 +71,11 @@ def _kind(given: Mapping[str, object]) -> str:
     return "own" if isinstance(kind, Mapping) else str(kind or "").partition(":")[0].partition(".")[0]
 
 
+def kinds(c: Conversion) -> set[str]:
+    """The types of all data sets, each without what follows its first word."""
+    return {_kind(given) for section, _ in SECTIONS for _, given in sets_of(c, section)}
+
+
 def _entries(c: Conversion, name: str, ours: str, given: Mapping[str, object]) -> list[dict[str, object]]:
     """The entries of one data set; each of its keys is recorded."""
     kind = _kind(given)
@@ -157,6 +162,11 @@ def _targets(c: Conversion) -> None:
     """What is trained, of all data sets at once: one key is for all of them here."""
     everything = is_on(c.get("train_on_inputs"))
     c.put("data.train_on", "all" if everything else "assistant", "train_on_inputs")
+    if everything and "chat_template" in kinds(c):
+        c.notes.append(
+            "train_on_inputs: of a conversation Axolotl trains the text and the end of every turn; data.train_on: all "
+            "trains what the chat template writes between them, too"
+        )
     for section, _ in SECTIONS:
         for name, given in sets_of(c, section):
             _role_names(c, name, given.get("roles"))

@@ -8,7 +8,7 @@ from shardtune.config.foreign import llama_factory_data, rules
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.model_type import TYPE
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, training_arguments
+from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, early_stop_metric, training_arguments
 from shardtune.config.foreign.values import is_on, listed, names, whole, whole_number
 from shardtune.config.parameter_patterns import PARTS
 from shardtune.errors import ConfigError
@@ -258,6 +258,11 @@ def convert(c: Conversion) -> None:
     length = whole(c.get("cutoff_len")) or LENGTH
     c.put("data.max_length", length, "cutoff_len")
     is_packed = is_on(c.get("packing", stage == "pt")) or is_on(c.get("neat_packing"))
+    if stage == "sft":
+        c.notes.append(
+            "of a row longer than cutoff_len LLaMA-Factory shortens question and answer of a turn, of a short answer "
+            "the question alone; here the first data.max_length tokens are kept (data.on_too_long has the other ways)"
+        )
     rules.batch(
         c,
         "per_device_train_batch_size",
@@ -305,6 +310,7 @@ def _training(c: Conversion, stage: str) -> None:
     if patience:
         c.put("runner.early_stop.enabled", True, "early_stopping_steps")
         c.put("runner.early_stop.patience", patience, "early_stopping_steps")
+        early_stop_metric(c)
     _tokens(c)
     _thinking(c, stage)
     _template(c)
@@ -399,11 +405,8 @@ def _adapter(c: Conversion) -> None:
     bits = whole(c.get("quantization_bit"))
     if bits == 4:
         c.put("actor.model.lora.base_dtype", "nf4", "quantization_bit")
-    elif "actor.model.precision" not in c.lines:
-        c.put("actor.model.lora.base_dtype", "bf16", comment="the frozen weights, as there")
-    if bits and bits != 4:
-        remedy = "actor.model.lora.base_dtype: bf16 is in the recipe; nf4, four bits, is the other"
-        c.missing(remedy, "quantization_bit")
+    else:
+        rules.frozen_base(c, "quantization_bit" if bits else "")
 
 
 _PARTS = {

@@ -233,6 +233,23 @@ def choose_optimizer(c: Conversion, name: str, options: str) -> None:
         _argument(c, options, key, value)
 
 
+def frozen_base(c: Conversion, eight_bits: str = "") -> None:
+    """The frozen weights of an adapter that is not in four bits: in bf16 where the computation is.
+
+    Args:
+        c: the conversion.
+        eight_bits: the key that asks for eight bits, which there are not; "": none does.
+    """
+    key, half = "actor.model.lora.base_dtype", "actor.model.precision" not in c.lines
+    if half:
+        why = f"{eight_bits}; there are no eight bits here" if eight_bits else "the frozen weights, as there"
+        c.put(key, "bf16", comment=why)
+    if eight_bits and half:
+        c.missing(f"{key}: bf16 is in the recipe, twice the memory; nf4, four bits, takes half", eight_bits)
+    elif eight_bits:
+        c.missing(f"{key}: bf16 and nf4 need actor.model.precision: bf16; the recipe has neither", eight_bits)
+
+
 OF_FUSED = (
     *("master_weights", "store_param_remainders", "exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"),
     *("bias_correction", "adam_w_mode"),

@@ -48,8 +48,8 @@ TRAINING_ARGUMENTS: Table = {
     "logging_steps": By("runner.logger.log_interval: N"),
     "report_to": By("runner.logger.logger_backends: [jsonl, wandb]"),
     "project": To("runner.logger.project_name"),
-    "metric_for_best_model": By("runner.best.monitor: eval/loss"),
-    "greater_is_better": By("runner.best.mode: max (or min)"),
+    "metric_for_best_model": By("runner.best.monitor: eval/loss, and runner.early_stop.monitor"),
+    "greater_is_better": By("runner.best.mode: max (or min), and runner.early_stop.mode"),
     "load_best_model_at_end": By("runner.best.monitor: eval/loss, which keeps checkpoints/best"),
     "resume_from_checkpoint": Missing(
         "the same command continues a run of shardtune; checkpoints of other trainers are not read: name the saved "
@@ -203,7 +203,7 @@ def _best(c: Conversion) -> None:
         c.record("load_best_model_at_end", Kind.DEFAULT, "final/ is the last model")
         c.not_needed("load_best_model_at_end is off", "metric_for_best_model", "greater_is_better")
         return
-    metric = str(c.get("metric_for_best_model", "loss")).removeprefix("eval_").removeprefix("eval/")
+    metric = _metric(c)
     comment = "checkpoints/best; final/ is the last model"
     c.put("runner.best.monitor", f"eval/{metric}", "load_best_model_at_end", "metric_for_best_model", comment=comment)
     c.notes.append(
@@ -212,5 +212,29 @@ def _best(c: Conversion) -> None:
     )
     if c.get("greater_is_better") is not None:
         c.put("runner.best.mode", "max" if is_on(c.get("greater_is_better")) else "min", "greater_is_better")
-    if metric != "loss":
-        c.notes.append(f"the metric eval/{metric} has to exist: eval.metrics names the function that computes it")
+    _note_metric(c, metric)
+
+
+OURS = ("loss", "token_accuracy")
+"""Metrics that every evaluation has."""
+
+
+def _metric(c: Conversion) -> str:
+    """The metric by which models are compared, by our name after `eval/`."""
+    given = str(c.get("metric_for_best_model", "loss")).removeprefix("eval_").removeprefix("eval/")
+    return "token_accuracy" if given == "mean_token_accuracy" else given
+
+
+def _note_metric(c: Conversion, metric: str) -> None:
+    note = f"the metric eval/{metric} has to exist: eval.metrics names the function that computes it"
+    if metric not in OURS and note not in c.notes:
+        c.notes.append(note)
+
+
+def early_stop_metric(c: Conversion) -> None:
+    """Write the metric that ends a run early, which transformers' callback reads of `metric_for_best_model`."""
+    metric = _metric(c)
+    c.put("runner.early_stop.monitor", f"eval/{metric}", "metric_for_best_model")
+    if c.get("greater_is_better") is not None:
+        c.put("runner.early_stop.mode", "max" if is_on(c.get("greater_is_better")) else "min", "greater_is_better")
+    _note_metric(c, metric)

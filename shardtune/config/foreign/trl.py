@@ -152,13 +152,24 @@ def convert(c: Conversion) -> None:
     )
     if not is_packed:
         c.record("packing", Kind.DEFAULT, rules.PACKED_ANYWAY)
-    elif str(c.get("packing_strategy", "bfd")) == "bfd":
-        c.not_needed("rows are packed whole, longer ones are cut", "packing_strategy")
     else:
-        c.missing("rows are packed whole and longer ones cut; split long rows with data.transform", "packing_strategy")
+        _packing(c)
     lora(c)
     _data(c)
     _train_on(c)
+
+
+def _packing(c: Conversion) -> None:
+    """How rows are packed: what is too long for a packed sequence is cut off, or is in the next ones."""
+    name = "packing_strategy"
+    strategy = str(c.get(name, "bfd"))
+    if strategy == "bfd":
+        c.not_needed("rows are packed whole, longer ones are cut", name)
+    elif strategy in ("bfd_split", "bfd-requeue"):
+        c.put("data.on_too_long", "split", name)
+    else:
+        c.put("data.on_too_long", "split", comment=f"{name}: {strategy}, which leaves no token out")
+        c.missing("rows are packed whole; those longer than data.max_length are in pieces, on_too_long: split", name)
 
 
 def _length(c: Conversion) -> int:
@@ -221,10 +232,7 @@ def _quantised(c: Conversion, dtype: str) -> None:
         c.not_needed("the base is NF4", dtype, "load_in_8bit")
         return
     if is_on(c.get("load_in_8bit")):
-        c.put("actor.model.lora.base_dtype", "bf16", comment="load_in_8bit; there are no eight bits here")
-        c.missing(
-            "actor.model.lora.base_dtype: bf16 is in the recipe (twice the memory); nf4 takes half", "load_in_8bit"
-        )
+        rules.frozen_base(c, "load_in_8bit")
     elif str(c.get(dtype)).removeprefix("torch.") in ("bfloat16", "bf16") and "actor.model.precision" not in c.lines:
         c.put("actor.model.lora.base_dtype", "bf16", dtype, comment=f"{dtype}: the frozen weights")
     c.not_needed("nothing is quantised", "load_in_4bit", "bnb_4bit_quant_type")

@@ -30,7 +30,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "axolotl": {
         "base_model": "org/model",
         "learning_rate": 1e-4,
-        "datasets": [{"path": "org/rows", "type": "completion"}],
+        "datasets": [{"path": "org/rows", "type": "chat_template"}],
     },
     "llama-factory": {"model_name_or_path": "org/model", "dataset": "org/rows", "dataset_dir": "ONLINE"},
     "torchtune": {

@@ -43,6 +43,11 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
+CHATS, TEXTS = {"path": "org/chats", "type": "chat_template"}, {"path": "org/texts", "type": "completion:body"}
+BASE = "actor.model.lora.base_dtype"
+HELD_OUT = {"val_size": 0.1, "eval_strategy": "epoch"}
+
+
 def rates_of(name: str, warmup: int, **options: Any) -> list[float]:
     """The rate of each step by transformers."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
@@ -230,6 +235,37 @@ OFFLOAD, RESHARD = "actor.fsdp_config.cpu_offload", "actor.fsdp_config.reshard_a
         ("axolotl", {"model_config": {"rope_theta": 5}}, "actor.model.config_overrides", {"rope_theta": 5}),
         ("axolotl", {"train_on_inputs": True}, "data.train_on", "all"),
         ("axolotl", {"excess_length_strategy": "raise"}, "data.on_too_long", "fail"),
+        ("axolotl", {"excess_length_strategy": "drop", "datasets": [TEXTS]}, "data.on_too_long", "split"),
+        ("axolotl", {"datasets": [CHATS, TEXTS]}, "data.on_too_long", "drop"),
+        ("axolotl", {"adapter": "lora", "load_in_8bit": True}, BASE, "bf16"),
+        ("axolotl", {"adapter": "lora", "load_in_8bit": True, "fp16": True}, BASE, "absent"),
+        ("llama-factory", {"quantization_bit": 8, "fp16": True}, BASE, "absent"),
+        ("trl", {"use_peft": True, "load_in_8bit": True, "fp16": True}, BASE, "absent"),
+        ("trl", {"packing": True, "packing_strategy": "bfd_split"}, "data.on_too_long", "split"),
+        ("trl", {"packing": True, "packing_strategy": "wrapped"}, "data.on_too_long", "split"),
+        ("trl", {"packing": True}, "data.on_too_long", "absent"),
+        (
+            "trl",
+            {
+                "load_best_model_at_end": True,
+                "metric_for_best_model": "eval_mean_token_accuracy",
+                "eval_strategy": "epoch",
+            },
+            "runner.best.monitor",
+            "eval/token_accuracy",
+        ),
+        (
+            "llama-factory",
+            {"early_stopping_steps": 2, "metric_for_best_model": "eval_accuracy", **HELD_OUT},
+            "runner.early_stop.monitor",
+            "eval/accuracy",
+        ),
+        (
+            "llama-factory",
+            {"early_stopping_steps": 2, "metric_for_best_model": "bleu", "greater_is_better": True, **HELD_OUT},
+            "runner.early_stop.mode",
+            "max",
+        ),
         ("axolotl", {"batch_size": 12, "micro_batch_size": 3}, "actor.global_batch_size", 12),
         ("axolotl", {"wandb_project": "p"}, "runner.logger.project_name", "p"),
         ("axolotl", {"chat_template": "chatml"}, "data.chat_template", "chatml"),
@@ -314,6 +350,8 @@ def test_data_sets_of_axolotl_become_entries(of):
         ("trl", {"loss_type": "sigmoid"}, "loss_type"),
         ("trl", {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
         ("trl", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy"),
+        ("axolotl", {"load_in_8bit": True, "adapter": "lora", "fp16": True}, "load_in_8bit"),
+        ("llama-factory", {"quantization_bit": 8, "fp16": True}, "quantization_bit"),
         ("trl", {"dtype": "bfloat16"}, "dtype"),
         ("trl", {"dtype": "float16", "use_peft": True}, "dtype"),
         ("llama-factory", {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size"),
@@ -460,6 +498,18 @@ def test_the_parts_that_llama_factory_freezes_are_frozen(of, tmp_path: Path):
     assert {name: re.fullmatch(str(pattern), name) is not None for name in left_out} == left_out
     found = of("llama-factory", model_name_or_path="org/else")
     assert any("freezes vision tower and projector unless" in note for note in found.conversion.notes)
+
+
+def test_rows_that_are_cut_or_trained_otherwise_are_said(of):
+    (note,) = [one for one in of("axolotl", datasets=[CHATS, TEXTS]).conversion.notes if "type: completion" in one]
+    assert note.endswith("for all rows: drop, or split, which cuts conversations too")
+    for trainer, given, says, count in (
+        ("axolotl", {"train_on_inputs": True}, "every turn", 1),
+        ("axolotl", {"train_on_inputs": True, "datasets": [TEXTS]}, "every turn", 0),
+        ("llama-factory", {}, "the question alone", 1),
+        ("llama-factory", {"stage": "pt"}, "the question alone", 0),
+    ):
+        assert sum(says in one for one in of(trainer, **given).conversion.notes) == count
 
 
 def test_processes_that_share_a_batch_are_named(of):
