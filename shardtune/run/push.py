@@ -81,6 +81,8 @@ def push(
     api = HfApi(token=get_token())
     with _hub_errors(f"publishing {directory} as {repo}", "REPO"):
         made = api.create_repo(repo, private=not public, exist_ok=True)
+        if public and api.model_info(repo).private:
+            report(f"{repo} exists and is private, and stays so: --public is for one that is made; see its settings")
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         there = set(api.list_repo_files(repo, revision=revision))

@@ -182,8 +182,11 @@ def test_cards_that_somebody_wrote_stay(hub: Hub, tiny: Tiny, tmp_path: Path) ->
     assert any("--replace-card" in line for line in told)
     assert "model-00001-of-00002.safetensors" not in held  # or it would be loaded beside the new one
     assert {"notes.gguf", "model.safetensors"} <= held.keys()
-    push(run_dir, "me/kept", replace_card=True, report=told.append)
+    assert not any("is private" in line for line in told)
+    push(run_dir, "me/kept", public=True, replace_card=True, report=told.append)
     assert b"# kept" in held["README.md"]
+    assert any("me/kept exists and is private, and stays so" in line for line in told)
+    assert hub.repos["me/kept"].private
     own = tmp_path / "own"
     own.mkdir()
     for name, content in published(run_dir / "final").items():
