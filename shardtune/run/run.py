@@ -111,6 +111,7 @@ class Run:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
             recipe = with_found(recipe, self.dir)
             worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
+            _require_there(weights)
             require_sound(damage_on_ranks(weights, worker.ranks), weights, "take another: --checkpoint N")
             worker.setup_evaluation(weights, context)
             return worker
@@ -366,6 +367,20 @@ class Run:
         record, at = RunRecord.read(self.dir, read_manifest(self.dir)), None if checkpoint == FINAL else step
         card = make_card(record, directory, title=name, merged=merge, step=at, checked=checked)
         (directory / CARD).write_text(card, encoding="utf-8")
+
+
+def _require_there(checkpoint: Path) -> None:
+    """Refuse a checkpoint that a run in progress has removed since it was found.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint.name} has been removed since: a run in progress keeps its last checkpoints alone",
+            where=str(checkpoint),
+            remedy="run the command again, which takes the newest then; runner.keep_last keeps more of them",
+        )
 
 
 def _export_target(named: Path) -> tuple[Path, str]:

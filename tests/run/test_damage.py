@@ -17,6 +17,7 @@ from shardtune.checkpoint.verified import damage
 from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, Interrupted
 from shardtune.run import exporting as exporting_module
+from shardtune.run import run as run_module
 from shardtune.run.directory import plan_run
 from shardtune.run.exporting import exporting
 from shardtune.training.runner import SFTRunner
@@ -251,6 +252,21 @@ def test_what_killed_exports_left_is_removed_by_the_next_one(tmp_path: Path, mon
             pass
         assert temporary.is_dir()
     assert {path.name for path in tmp_path.iterdir()} == {".out.tmp-notes", ".other.tmp-0123abcd"}
+
+
+def test_a_checkpoint_that_a_run_removes_while_it_is_exported_is_not_said_to_be_damaged(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_worker = run_module.make_worker
+
+    def removing(*given: object, **named: object) -> object:
+        shutil.rmtree(stopped / "checkpoints/global_step_2")
+        return make_worker(*given, **named)
+
+    monkeypatch.setattr(run_module, "make_worker", removing)
+    with pytest.raises(CheckpointError, match=r"global_step_2 has been removed since(?s:.*)command again"):
+        shardtune.load_run(stopped).export(tmp_path / "exported", checkpoint="2")
+    assert not (tmp_path / "exported").exists()
 
 
 def test_a_newest_checkpoint_that_is_gone_is_found(stopped: Path) -> None:
