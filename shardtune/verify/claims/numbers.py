@@ -57,7 +57,7 @@ class Gap:
     Attributes:
         step: 1 is the first.
         name: `train/loss`, `train/grad_norm`, or of a weight.
-        size: the relative difference.
+        size: the relative difference; infinite for a weight that one of the runs does not have.
         found: of the run that is checked; NaN for a weight.
         expected: of the other.
     """
@@ -73,6 +73,8 @@ class Gap:
         return self.name not in MEASURED
 
     def __str__(self) -> str:
+        if self.is_weight and self.size == float("inf"):
+            return f"the weight {self.name} is not among the run's"
         if self.is_weight:
             return f"the weight {self.name} is {self.size:.2g} of its size away"
         return f"{self.name} is {self.found:.12g} and not {self.expected:.12g} (relative {self.size:.2g})"
@@ -86,7 +88,7 @@ def measured_gaps(expected: Log, found: Log) -> Iterator[Gap]:
 
 
 def gaps(expected: Numbers, found: Numbers, *, least: float = 0.0) -> Iterator[Gap]:
-    """All numbers of two runs, step by step: loss, norm, then the weights that both have, the furthest first.
+    """All numbers of two runs, step by step: loss, norm, then the weights of the first, the furthest first.
 
     Args:
         expected: the numbers that are right.
@@ -97,7 +99,10 @@ def gaps(expected: Numbers, found: Numbers, *, least: float = 0.0) -> Iterator[G
     for number in range(1, len(expected.log) + 1):
         yield from (gap for gap in measured if gap.step == number)
         weights, others = expected.weights(number), found.weights(number)
-        sizes = [(weight_gap(weights[name], others[name], least), name) for name in weights if name in others]
+        sizes = [
+            (weight_gap(one, others[name], least) if name in others else float("inf"), name)
+            for name, one in weights.items()
+        ]
         yield from (Gap(number, name, size) for size, name in sorted(sizes, key=lambda pair: -pair[0]))
 
 
