@@ -34,8 +34,6 @@ def export(
     shardtune export runs/lora my-model --merge
     ```
     """
-    if dtype not in ("auto", "fp32", "bf16", "fp16"):
-        raise ConfigError(f"{dtype} is not a dtype for export", where="--dtype", remedy="auto, fp32, bf16 or fp16")
     target = directory or to
     if target is None or (directory and to):
         raise ConfigError(

@@ -94,6 +94,12 @@ def read_overrides(texts: Sequence[str]) -> CommandLine:
 def _parse(texts: Sequence[str]) -> list[Override]:
     parsed = []
     for text in texts:
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"an override is a {type(text).__name__}: {text!r}",
+                where="overrides",
+                remedy='write each as text of its own: "optim.lr=3e-5", "runner.max_epochs=1"',
+            )
         plain = PLAIN.fullmatch(text)
         if plain is not None:
             value = plain_value(plain["value"])

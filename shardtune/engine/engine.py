@@ -28,7 +28,7 @@ from shardtune.engine.ranks import InProcess, Team
 from shardtune.engine.ranks_spmd import SpmdRanks
 from shardtune.engine.sequence_parallel import check_shareable
 from shardtune.engine.session import current_session
-from shardtune.engine.split_arguments import NeedParallel, divide
+from shardtune.engine.split_arguments import NeedParallel, divide, is_whole
 from shardtune.errors import ModelError, ParallelError
 from shardtune.models.lora.attach import is_adapted
 from shardtune.parallel.meta_init import persistent_buffers
@@ -79,6 +79,12 @@ class TrainEngine:
                 where="TrainEngine(precision=…)",
                 remedy=f"use {', '.join(PRECISIONS.values())}",
             )
+        if gather_to_generate not in (None, True, False):
+            raise ParallelError(
+                f"gather_to_generate is {gather_to_generate!r}",
+                where="TrainEngine(gather_to_generate=…)",
+                remedy="use True, False or None",
+            )
         inner, _ = unwrapped(module)
         self._kind = type(inner)
         _check_buffers(inner)
@@ -91,6 +97,7 @@ class TrainEngine:
         self._id = f"{self._kind.__name__}-{os.getpid()}-{next(_numbers)}"
         self._team: Team | None = None
         self._layout = Layout()
+        self._exports = itertools.count()
 
     # The user's methods.
 
@@ -100,6 +107,14 @@ class TrainEngine:
         if name not in self._methods:
             raise no_method(self._kind, name, self._methods)
         return partial(self._call, self._methods[name])
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("_") and name != "notes":
+            raise AttributeError(
+                f"setting {name} of the engine has no effect on {self._kind.__name__}, which is on the ranks: "
+                "write a method of the class that sets it there, and call the method"
+            )
+        super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._methods]
@@ -158,6 +173,8 @@ class TrainEngine:
         if self._team is not None:
             raise ParallelError("the engine is built already", where="build()", remedy="make another, or close() it")
         session = current_session()
+        if colocate_with is not None and not isinstance(colocate_with, TrainEngine):
+            raise _no_engine(colocate_with, "build(colocate_with=…)")
         given = colocate_with._built("build(colocate_with=…)").num_ranks if colocate_with else session.num_ranks
         layout = self._laid_out(
             (tensor_parallel_size, data_parallel_size, sequence_parallel_size, replicate_size), given
@@ -207,8 +224,13 @@ class TrainEngine:
     def _laid_out(self, sizes: tuple[int, int | None, int, int], given: int | None) -> Layout:
         """The layout of these sizes on this number of ranks (None: as many as needed)."""
         tensor, data, sequence, replicate = sizes
-        if min(tensor, sequence, replicate, 1 if data is None else data) < 1:
-            raise ParallelError("a size is below 1", where="build(…)", remedy="leave it out")
+        wrong = [
+            size for size in (tensor, sequence, replicate, *(() if data is None else (data,))) if not is_whole(size, 1)
+        ]
+        if wrong:
+            raise ParallelError(
+                f"the size {wrong[0]!r} is no whole number above 0", where="build(…)", remedy="leave it out"
+            )
         inner = tensor * sequence
         if given is not None and (given % inner or (data is not None and data * inner != given)):
             requested = f"tensor {tensor} x sequence {sequence}" + (f" x data {data}" if data is not None else "")
@@ -321,6 +343,7 @@ class TrainEngine:
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a directory that `from_pretrained` loads, an adapted model's PEFT's; of a plain module its weights."""
+        _check_dtype(dtype, "save_pretrained")
         self._on_ranks("save_pretrained", str(path), dtype)
 
     def _on_ranks(self, action: str, *arguments: object) -> None:
@@ -337,14 +360,21 @@ class TrainEngine:
         Args:
             dtype: of floating tensors; None: full precision.
         """
-        self._on_ranks("export", dtype)
+        _check_dtype(dtype, "named_tensors")
+        number = next(self._exports)
+        self._on_ranks("export", number, dtype)
         team = self._built("named_tensors")
         try:
-            while found := team.request_all(Request(self._id, "export_next", of_first=True))[0]:
+            while found := self._export_next(team, number):
                 yield from found
         finally:
-            if not team.dead:
-                team.request_all(Request(self._id, "stop_export", of_first=True))
+            if not team.dead and self._team is team:
+                team.request_all(Request(self._id, "stop_export", (number,), of_first=True))
+
+    def _export_next(self, team: Team, number: int) -> list[tuple[str, torch.Tensor]]:
+        self._built("named_tensors")
+        self._take_turn(team)
+        return team.request_all(Request(self._id, "export_next", (number,), of_first=True))[0]
 
     def push_weights(self, other: TrainEngine, dtype: torch.dtype | None = None) -> None:
         """Give another engine these weights, in its layout and dtype; its optimizers stay as they are.
@@ -361,11 +391,15 @@ class TrainEngine:
         Raises:
             ModelError: the weights do not fit the other module.
         """
+        _check_dtype(dtype, "push_weights")
+        if not isinstance(other, TrainEngine):
+            raise _no_engine(other, "push_weights(…)")
+        number = next(self._exports)
         team, others = self._built("push_weights"), other._built("push_weights(…)")
         self._take_turn(team)
         if team is others:
             team.awake.add(other._id)
-            team.request_all(Request(self._id, "push_here", (other._id, dtype), of_first=True))
+            team.request_all(Request(self._id, "push_here", (number, other._id, dtype), of_first=True))
             self._take_turn(team)
             return
         other._take_turn(others)
@@ -374,16 +408,16 @@ class TrainEngine:
             for each, name in ((team, self._id), (others, other._id))
         )
         names = names_between(mine, theirs)
-        forms = team.request_all(Request(self._id, "push", (names, dtype), of_first=True))[0]
+        forms = team.request_all(Request(self._id, "push", (number, names, dtype), of_first=True))[0]
         complete = False
         try:
             others.request_all(Request(other._id, "receive", (names, forms), of_first=True))
-            while found := team.request_all(Request(self._id, "export_next", of_first=True))[0]:
+            while found := self._export_next(team, number):
                 others.request_all(Request(other._id, "take", (found,), of_first=True))
             complete = True
         finally:
             if not team.dead:
-                team.request_all(Request(self._id, "stop_export", of_first=True))
+                team.request_all(Request(self._id, "stop_export", (number,), of_first=True))
             if not others.dead:
                 others.request_all(Request(other._id, "end_receive", (complete,), of_first=True))
 
@@ -432,6 +466,22 @@ def _checked(method: SequenceMethod, ranks: int) -> SequenceMethod:
     else:
         return method
     raise ParallelError(f"sequence_method={method!r} {wrong}", where="build(sequence_method=…)", remedy=remedy)
+
+
+def _check_dtype(dtype: object, method: str) -> None:
+    """Refuse what weights cannot be exported as: whole numbers would round them to 0 and 1."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ModelError(
+            f"the dtype {dtype!r} is no floating dtype of torch",
+            where=f"{method}(dtype=…)",
+            remedy="give torch.bfloat16, torch.float16, torch.float32 or torch.float64",
+        )
+
+
+def _no_engine(given: object, where: str) -> ParallelError:
+    return ParallelError(
+        f"a {type(given).__name__} is no engine", where=where, remedy="give a TrainEngine that is built"
+    )
 
 
 def _is_here(team: Team) -> bool:

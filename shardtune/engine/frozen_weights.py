@@ -11,6 +11,8 @@ from shardtune.parallel.weights import Weights
 
 CHUNK = 1 << 20
 """Numbers of a weight that are multiplied at once."""
+MIXER = 0x1B873593CC9E2D51
+"""Any odd number whose bits look random."""
 
 
 class FrozenWeights:
@@ -46,5 +48,11 @@ def _mark(part: torch.Tensor) -> int:
     for chunk in data.split(8 * CHUNK):
         words = chunk.view(torch.int64) if len(chunk) % 8 == 0 else chunk.long()
         for piece in words.split(CHUNK):
-            found = found * 31 + (piece * factors[: len(piece)]).sum()
+            found = found * 31 + (_mixed(piece) * factors[: len(piece)]).sum()
     return int(found)
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Words in which each bit has changed many: doubled numbers differ in high bits alone, whose sum is often 0."""
+    words = (words ^ (words >> 32)) * MIXER
+    return words ^ (words >> 29)

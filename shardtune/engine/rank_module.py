@@ -18,6 +18,7 @@ from shardtune.config.rank_layout import Layout
 from shardtune.engine.attributes import Attributes
 from shardtune.engine.checkpoint import is_saved_state, load_state, save_state, trained_names
 from shardtune.engine.cuda_alias import PrintedDevice
+from shardtune.engine.exports import Exports
 from shardtune.engine.frozen_weights import FrozenWeights
 from shardtune.engine.full_state import full_state, is_weight_directory, load_directory, save_directory
 from shardtune.engine.generation import let_generate
@@ -108,7 +109,7 @@ class RankModule:
         self._ranks, self._stops = ranks, stops
         self._memory = Memory(self._module, ranks.device)
         self._reported: set[str] = set()
-        self._export: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._exports = Exports()
         self._receiver: Receiver | None = None
         kind = type(self._module)
         trained = trains(kind)
@@ -297,6 +298,7 @@ class RankModule:
         self._weights.unit_calls.clear()
         try:
             with ExitStack() as stack:
+                stack.enter_context(self._exports.watching(self._weights, self._ranks))
                 stack.enter_context(self._as_printed())
                 stack.enter_context(self._gradients.counted(part.share))
                 stack.enter_context(self._gradients.stepping())
@@ -398,6 +400,7 @@ class RankModule:
 
     def load(self, folder: str) -> None:
         self.wake()
+        self._exports.spoil()
         if is_saved_state(Path(folder)) or not is_weight_directory(Path(folder)):
             changed = self._frozen.changed()
             now = self._trained | trained_names(self._module, self._weights) | changed
@@ -409,17 +412,18 @@ class RankModule:
         self._prepare_to_read()
         save_directory(self._module, self._weights, Path(folder), dtype, self._ranks)
 
-    def export(self, dtype: torch.dtype | None) -> None:
-        """Start an export of all weights."""
+    def export(self, number: int, dtype: torch.dtype | None) -> None:
+        """Start an export of all weights, under a number of its own."""
         self._prepare_to_read()
-        self._export = full_state(self._module, self._weights, self._prefix, dtype)
+        self._exports.begin(number, full_state(self._module, self._weights, self._prefix, dtype))
 
-    def export_next(self) -> list[tuple[str, torch.Tensor]]:
+    def export_next(self, number: int) -> list[tuple[str, torch.Tensor]]:
         """The next weights of an export; empty at its end."""
+        self.wake()
         found: list[tuple[str, torch.Tensor]] = []
         size = 0
         with torch.no_grad():
-            for name, tensor in self._export:
+            for name, tensor in self._exports.rest(number, self.name):
                 found.append((name, tensor.detach().to("cpu", copy=True)))
                 size += tensor.nbytes
                 if size >= EXPORT_BYTES:
@@ -429,15 +433,16 @@ class RankModule:
     def push_facts(self) -> Facts:
         return facts_of(self._module)
 
-    def push(self, names: Names, dtype: torch.dtype | None) -> dict[str, Form] | None:
+    def push(self, number: int, names: Names, dtype: torch.dtype | None) -> dict[str, Form] | None:
         """Start an export for another engine; returns the forms of what comes, where they are known."""
         self._prepare_to_read()
-        self._export = stream(self._module, self._weights, self._prefix, names, dtype)
+        self._exports.begin(number, stream(self._module, self._weights, self._prefix, names, dtype))
         return forms_of(self._module, self._weights, names)
 
     def receive(self, names: Names, forms: dict[str, Form] | None) -> None:
         """Start to take weights from another engine."""
         self.wake()
+        self._exports.spoil()
         self._receiver = Receiver(self._module, self._prefix, self._weights, names, forms)
 
     def take(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -450,26 +455,27 @@ class RankModule:
         if receiver is not None:
             receiver.close(complete=complete)
 
-    def push_here(self, other: RankModule, dtype: torch.dtype | None) -> None:
+    def push_here(self, number: int, other: RankModule, dtype: torch.dtype | None) -> None:
         """All weights to a module on the same ranks."""
         names = names_between(self.push_facts(), other.push_facts())
+        other._exports.spoil()
         self.wake()
         other.wake()
         alike = names != "exported" and self.push_facts().adapted == other.push_facts().adapted
         if alike and self._ranks.layout == other._ranks.layout and copy_parts(self._weights, other._weights, dtype):
             return
-        other.receive(names, self.push(names, dtype))
+        other.receive(names, self.push(number, names, dtype))
         complete = False
         try:
-            for pair in self._export:
+            for pair in self._exports.rest(number, self.name):
                 other.take([pair])
             complete = True
         finally:
-            self.stop_export()
+            self.stop_export(number)
             other.end_receive(complete)
 
-    def stop_export(self) -> None:
-        self._export = iter(())
+    def stop_export(self, number: int) -> None:
+        self._exports.end(number)
 
     def end(self) -> None:
         self._memory.forget()

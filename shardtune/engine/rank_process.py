@@ -195,8 +195,8 @@ class Host:
                 resident.recover()
                 raise
         if request.action == "push_here":
-            other, dtype = request.arguments
-            return resident.push_here(self._modules[other], dtype)
+            number, other, dtype = request.arguments
+            return resident.push_here(number, self._modules[other], dtype)
         value = getattr(resident, request.action)(*request.arguments)
         return None if request.of_first and self._rank and not self._copies else value
 

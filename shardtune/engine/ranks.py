@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -54,14 +55,19 @@ class Team(ABC):
         self.awake: set[str] = set()
         self.dead = ""
         self.calls = 0
+        self._one_thread = threading.RLock()
 
     def request(self, requests: Sequence[Request]) -> list[Any]:
-        """Send each rank its request; returns the values in rank order.
+        """Send each rank its request; returns the values in rank order. Threads of the caller take turns.
 
         Raises:
             ParallelError: the ranks are gone.
             Exception: the first failure of a rank, with its traceback as the cause.
         """
+        with self._one_thread:
+            return self._request(requests)
+
+    def _request(self, requests: Sequence[Request]) -> list[Any]:
         if self.dead:
             raise ParallelError(
                 f"the ranks of this engine are gone: {self.dead}",

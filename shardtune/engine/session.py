@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from shardtune.engine.rank_process import Host, Limits, device_for
 from shardtune.engine.ranks import InProcess, Team
@@ -18,6 +18,8 @@ from shardtune.launch.ray.cluster import Placement
 
 Backend = Literal["local", "torchrun", "ray"]
 BACKENDS = ("local", "torchrun", "ray")
+Device = Literal["auto", "cpu", "cuda"]
+Placing = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 
 @dataclass(slots=True)
@@ -73,8 +75,8 @@ def init(
     backend: Backend | None = None,
     *,
     address: str | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack",
+    device: Device = "auto",
+    placement: Placing = "pack",
     cpus_per_rank: float = 1.0,
     gpus_per_rank: float | None = None,
     resources_per_rank: Mapping[str, float] | None = None,
@@ -104,10 +106,9 @@ def init(
     """
     global _session
     chosen = backend or _detected(address)
-    if chosen not in BACKENDS:
-        raise ParallelError(
-            f"there is no backend {chosen!r}", where="shardtune.init(backend=…)", remedy=f"use {', '.join(BACKENDS)}"
-        )
+    _check_choice("backend", chosen, BACKENDS)
+    _check_choice("device", device, get_args(Device))
+    _check_choice("placement", placement, get_args(Placing))
     if chosen == "torchrun" and "WORLD_SIZE" not in os.environ:
         raise ParallelError(
             "no launcher has started this process",
@@ -117,9 +118,38 @@ def init(
     if chosen == "ray":
         connect(address)
     where = Placement(placement, cpus_per_rank, gpus_per_rank, dict(resources_per_rank or {}), wait_seconds)
+    if chosen != "ray":
+        _check_no_cluster(chosen, address, where)
     spmd = _session.spmd if _session is not None else None
     limits = Limits(watchdog_seconds or 0.0, collective_timeout)
     _session = Session(chosen, device, where, spmd=spmd, limits=limits)
+
+
+def _check_choice(name: str, given: str, choices: Sequence[str]) -> None:
+    if given not in choices:
+        raise ParallelError(
+            f"there is no {name} {given!r}", where=f"shardtune.init({name}=…)", remedy=f"use {', '.join(choices)}"
+        )
+
+
+def _check_no_cluster(backend: str, address: str | None, where: Placement) -> None:
+    """Refuse what only ranks on a Ray cluster have."""
+    plain = Placement("pack", 1.0, None, {}, 60.0)
+    changed = {
+        "address": address is not None,
+        "placement": where.strategy != plain.strategy,
+        "cpus_per_rank": where.cpus != plain.cpus,
+        "gpus_per_rank": where.gpus != plain.gpus,
+        "resources_per_rank": where.resources != plain.resources,
+        "wait_seconds": where.wait_seconds != plain.wait_seconds,
+    }
+    unused = [name for name, given in changed.items() if given]
+    if unused:
+        raise ParallelError(
+            f"{', '.join(unused)} would have no effect: the ranks are those of the backend {backend}",
+            where=f"shardtune.init({unused[0]}=…)",
+            remedy='leave it out, or use backend="ray"',
+        )
 
 
 def current_session() -> Session:

@@ -52,23 +52,40 @@ class NeedParallel(Generic[T]):
             raise DataError(f"type is {type!r}", where=WHERE, remedy='use "data" or "seq"')
         self.data = data
         self.type = type
-        self.weights = None if weights is None else [float(weight) for weight in weights]
         self.size = _size(data)
         if self.size == 0:
             raise DataError("there are no samples", where=WHERE, remedy="do not call the method")
-        if self.weights is not None and (len(self.weights) != self.size or min(self.weights) < 0):
+        self.weights = None if weights is None else self._weighed(weights)
+        if lengths is not None and max_tokens is None:
             raise DataError(
-                f"{len(self.weights)} weights for {self.size} samples",
-                where=WHERE,
-                remedy="give one for each sample, none below 0",
+                "lengths has no effect without max_tokens",
+                where=f"{WHERE}(…, lengths=…)",
+                remedy="give max_tokens=…, by which samples are dealt, or leave lengths out",
             )
         self.max_tokens = max_tokens
         self.lengths = [] if max_tokens is None else self._measured(max_tokens, lengths)
 
+    def _weighed(self, weights: Sequence[float] | torch.Tensor) -> list[float]:
+        """The weight of each sample."""
+        remedy = "give a list with one number for each sample, none below 0"
+        try:
+            found = [float(weight) for weight in weights]
+        except (TypeError, ValueError):
+            raise DataError(f"weights is {weights!r}", where=WHERE, remedy=remedy) from None
+        if len(found) != self.size:
+            raise DataError(f"{len(found)} weights for {self.size} samples", where=WHERE, remedy=remedy)
+        wrong = [weight for weight in found if not 0 <= weight < float("inf")]
+        if wrong:
+            raise DataError(f"a weight is {wrong[0]:g}", where=WHERE, remedy=remedy)
+        return found
+
     def _measured(self, max_tokens: int, lengths: Sequence[int] | torch.Tensor | None) -> list[int]:
         """The number of tokens of each sample."""
         (samples, *_) = _leaves(self.data)
-        found = [int(length) for length in lengths] if lengths is not None else []
+        where = f"{WHERE}(…, max_tokens={max_tokens!r})"
+        if not is_whole(max_tokens, 1):
+            raise DataError("it is no whole number above 0", where=where, remedy="give the tokens of a micro-batch")
+        found = _counted(lengths, where) if lengths is not None else []
         if lengths is None and all(isinstance(sample, Sized) for sample in samples):
             found = [len(sample) for sample in samples if isinstance(sample, Sized)]
         what = remedy = ""
@@ -79,11 +96,25 @@ class NeedParallel(Generic[T]):
         elif max(found) > max_tokens:
             what, remedy = f"a sample of {max(found)} tokens", "raise max_tokens, or shorten the sample"
         if what:
-            raise DataError(what, where=f"{WHERE}(…, max_tokens={max_tokens})", remedy=remedy)
+            raise DataError(what, where=where, remedy=remedy)
         return found
 
     def __repr__(self) -> str:
         return f"NeedParallel({self.size} samples, type={self.type!r})"
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a value is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _counted(lengths: Sequence[int] | torch.Tensor, where: str) -> list[int]:
+    """Lengths that were given, as whole numbers."""
+    found = [length.item() if isinstance(length, torch.Tensor | np.generic) else length for length in lengths]
+    wrong = [length for length in found if not is_whole(length, 0)]
+    if wrong:
+        raise DataError(f"a length is {wrong[0]!r}", where=where, remedy="give whole numbers, none below 0")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +149,7 @@ def divide(args: Sequence[object], kwargs: Mapping[str, object], layout: Layout,
         weighed: the method takes `weights` and weighs its samples itself; then every loss counts whole.
     """
     marked = [value for value in (*args, *kwargs.values()) if isinstance(value, NeedParallel)]
+    _check_outermost([*args, *kwargs.values()])
     if not marked:
         share = 1.0 / (layout.num_data_ranks * layout.sequence)
         return [Part(tuple(args), dict(kwargs), share)] * layout.num_ranks
@@ -129,6 +161,28 @@ def divide(args: Sequence[object], kwargs: Mapping[str, object], layout: Layout,
         _part(args, kwargs, _Place.of(rank, size, num_tokens, layout), weights, weighed)
         for rank in range(layout.num_ranks)
     ]
+
+
+def _check_outermost(values: Sequence[object]) -> None:
+    """Refuse marks inside of arguments, which nothing would divide."""
+    for value in values:
+        inside = value.data if isinstance(value, NeedParallel) else value
+        if _holds_mark(inside):
+            raise DataError(
+                f"it is inside a {type(inside).__name__}, where nothing divides it",
+                where=WHERE,
+                remedy="mark whole arguments: NeedParallel({'ids': ids, 'rewards': rewards}) divides a dict, and an "
+                "argument of its own has what is not divided",
+            )
+
+
+def _holds_mark(value: object) -> bool:
+    """Whether a mark is in a container, at any depth of dicts; of lists the first value is read."""
+    if isinstance(value, Mapping):
+        return any(isinstance(each, NeedParallel) or _holds_mark(each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return any(isinstance(each, NeedParallel) for each in value) or (bool(value) and _holds_mark(value[0]))
+    return False
 
 
 def _dealt(

@@ -134,6 +134,12 @@ def check_in_memory(model: object, tokenizer: object) -> None:
         ("model", model, PreTrainedModel, MODEL_PATH),
         ("tokenizer", tokenizer, PreTrainedTokenizerBase, "actor.tokenizer.tokenizer_model"),
     ):
+        if isinstance(value, PreTrainedModel) and any(weight.is_meta for weight in value.parameters()):
+            raise ConfigError(
+                "the model in memory has weights without values, on the meta device",
+                where="model=",
+                remedy=f"load its weights first, or name its directory: {MODEL_PATH}",
+            )
         if value is None or isinstance(value, kind):
             continue
         is_path = isinstance(value, str | Path)

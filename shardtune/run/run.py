@@ -47,6 +47,9 @@ NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generat
 ))  # fmt: skip
 
 
+EXPORT_DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+
 class Run:
     """A run directory, finished or not: its metrics and its model.
 
@@ -134,6 +137,12 @@ class Run:
 
     def evaluate(self, checkpoint: str = "final", *overrides: str, eval_data: object = None) -> dict[str, float]:
         """The evaluation metrics of a checkpoint, measured now."""
+        if not isinstance(checkpoint, str):
+            raise ConfigError(
+                f"the checkpoint is a {type(checkpoint).__name__}",
+                where="run.evaluate()",
+                remedy="give its name first, and rows by name: run.evaluate(eval_data=rows)",
+            )
         require_same_worker(self)
         folder = self.dir / SAMPLES / Path(checkpoint).name
         worker = self.worker(checkpoint, *overrides, eval_data=eval_data, episodes_dir=folder)
@@ -318,7 +327,10 @@ class Run:
 
         Raises:
             CheckpointError: the directory is not empty, or the written model differs from the trained one.
+            ConfigError: there is no such dtype.
         """
+        if dtype not in EXPORT_DTYPES:
+            raise ConfigError(f"{dtype} is not a dtype for export", where="--dtype", remedy=" | ".join(EXPORT_DTYPES))
         target, title = _export_target(user_path(to, "--to").absolute())
         config = self.recipe.actor.model
         if merge and not config.is_lora:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import accelerate
 import peft
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.engine import offload
-from shardtune.errors import CheckpointError, ModelError, ParallelError
+from shardtune.errors import CheckpointError, DataError, ModelError, ParallelError
 from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, steps
 from tests.support.vision import save_vision_model
 
@@ -51,6 +51,32 @@ def test_calls_before_build_say_so(model: Path):
     for call in (lambda: engine.where(), engine.eval, engine.memory, lambda: list(engine.named_tensors())):
         with pytest.raises(ParallelError, match="not built"):
             call()
+
+
+def test_what_would_have_no_effect_is_refused(model: Path):
+    engine, wrong = TrainEngine(make(model)), cast(Any, "no")
+    with pytest.raises(AttributeError, match=r"setting lr of the engine has no effect"):
+        engine.lr = 3
+    with pytest.raises(ParallelError, match="gather_to_generate is 'no'"):
+        TrainEngine(make(model), gather_to_generate=wrong)
+    with pytest.raises(ParallelError, match=r"the size 2\.0 is no whole number"):
+        engine.build(data_parallel_size=cast(Any, 2.0))
+    with engine.build(), pytest.raises(DataError, match="weights is given, and NeedParallel gives it, too"):
+        engine.step_by_weights(NeedParallel(SAMPLES), weights=torch.ones(5))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"device": "gpu"}, "no device 'gpu'"),
+        ({"placement": "near"}, "no placement 'near'"),
+        ({"address": "host:1"}, "address would have no effect"),
+        ({"gpus_per_rank": 1.0, "wait_seconds": 5.0}, "gpus_per_rank, wait_seconds would have no effect"),
+    ],
+)
+def test_what_init_cannot_use_is_refused(given: dict[str, Any], told: str):
+    with pytest.raises(ParallelError, match=told):
+        shardtune.init(**{"backend": "local", **given})
 
 
 def test_a_typo_fails_on_the_spot_with_the_list(model: Path):

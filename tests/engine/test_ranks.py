@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,12 @@ def test_one_sample_over_four_ranks(model: Path, four: TrainEngine):
         with engine:
             found = steps(engine, way, NeedParallel(SAMPLES[:1]))
             assert apart(found, plain(model, SAMPLES[:1])) < 1e-10
+
+
+def test_threads_of_the_caller_take_turns(two: TrainEngine):
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(lambda number=number: two.seen(number)) for number in range(30)]
+        assert [call.result(60) for call in calls] == [[((number,), {})] * 2 for number in range(30)]
 
 
 def test_values_come_in_the_order_of_ranks(two: TrainEngine):

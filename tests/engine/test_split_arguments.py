@@ -80,6 +80,14 @@ def test_nothing_marked_goes_to_all_alike():
         (torch.tensor(3), {}, "no samples to divide"),
         ({"a": [1], "b": [1, 2]}, {}, "1 and 2 samples"),
         ([1, 2], {"weights": [1]}, "1 weights for 2 samples"),
+        ([1, 2], {"weights": [1, float("nan")]}, "a weight is nan"),
+        ([1, 2], {"weights": [1, float("inf")]}, "a weight is inf"),
+        ([1, 2], {"weights": [1, -1]}, "a weight is -1"),
+        ([1, 2], {"weights": 0.5}, "weights is 0.5"),
+        ([[1], [2]], {"lengths": [1, 1]}, "lengths has no effect without max_tokens"),
+        ([[1], [2]], {"max_tokens": 2.5}, "no whole number above 0"),
+        ([[1], [2]], {"max_tokens": 4, "lengths": [1.5, 1]}, "a length is 1.5"),
+        ([{"a": NeedParallel([1])}, 2], {}, "inside a list"),
         ([1, 2], {"type": "sequence"}, "type is 'sequence'"),
         ([[1, 2], [1, 2, 3]], {"type": "seq"}, "2 to 3 tokens"),
         ([[1]], {"type": "seq"}, "cannot be divided"),
@@ -89,6 +97,12 @@ def test_nothing_marked_goes_to_all_alike():
 def test_what_cannot_be_divided_is_refused(data: object, options: dict, told: str):
     with pytest.raises(DataError, match=told):
         parts(data, Layout(1, 1, sequence=2), **options)
+
+
+@pytest.mark.parametrize("argument", [{"a": {"b": NeedParallel([1, 2])}}, [3, NeedParallel([1, 2])]])
+def test_a_mark_inside_an_argument_is_refused(argument: object):
+    with pytest.raises(DataError, match=f"inside a {type(argument).__name__}, where nothing divides it"):
+        divide([], {"batch": argument}, Layout(2), weighed=False)
 
 
 def test_arguments_have_to_have_as_many_samples():
