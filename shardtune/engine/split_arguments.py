@@ -114,7 +114,7 @@ def _counted(lengths: Sequence[int] | torch.Tensor, where: str) -> list[int]:
     wrong = [length for length in found if not is_whole(length, 0)]
     if wrong:
         raise DataError(f"a length is {wrong[0]!r}", where=where, remedy="give whole numbers, none below 0")
-    return found
+    return [int(length) for length in found]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
 import torch
 from datasets import Dataset
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardtune
 from shardtune.errors import ConfigError, DataError
@@ -101,6 +102,16 @@ def test_a_path_is_no_object_in_memory(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"the text model(.|\n)*actor.tokenizer.tokenizer_model=model"):
         shardtune.SFTWorker(tiny.recipe("wrong"), tokenizer="model")  # pyright: ignore[reportArgumentType]
     assert not tiny.run("wrong").exists()
+
+
+def test_a_model_without_values_and_overrides_that_are_no_text(tiny: Tiny) -> None:
+    with shardtune.init_empty_weights():
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny.folder / "model"))
+    with pytest.raises(ConfigError, match="weights without values"):
+        shardtune.train(tiny.recipe("meta"), model=empty)
+    override: Any = {"runner.max_epochs": 1}
+    with pytest.raises(ConfigError, match="an override is a dict"):
+        shardtune.train(tiny.recipe("dict"), override)
 
 
 def test_a_model_without_tokenizer_files(tiny: Tiny) -> None:

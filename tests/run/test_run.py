@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import shardtune
-from shardtune.errors import CheckpointError
+from shardtune.errors import CheckpointError, ConfigError
 from shardtune.run.run import Run
 from tests.support.tiny_run import make_tiny
 
@@ -39,6 +41,18 @@ def test_what_an_export_cannot_replace_is_refused_at_once(tmp_path: Path, leads_
     (tmp_path / "link").symlink_to(tmp_path / leads_to)
     with pytest.raises(CheckpointError, match=says):
         Run(tmp_path / "no run").export(tmp_path / "link")
+
+
+@pytest.mark.parametrize("dtype", ["bf17", torch.bfloat16])
+def test_an_export_in_an_unknown_dtype_is_refused(tmp_path: Path, dtype: Any) -> None:
+    with pytest.raises(ConfigError, match="is not a dtype for export"):
+        Run(tmp_path / "no run").export(tmp_path / "out", dtype=dtype)
+
+
+def test_rows_are_no_checkpoint(tmp_path: Path) -> None:
+    rows: Any = [{"text": "a"}]
+    with pytest.raises(ConfigError, match=r"a list(?s:.*)run\.evaluate\(eval_data=rows\)"):
+        Run(tmp_path / "no run").evaluate(rows)
 
 
 def test_an_export_takes_no_place_that_cannot_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
