@@ -109,7 +109,7 @@ class TrainEngine:
         return partial(self._call, self._methods[name])
 
     def __setattr__(self, name: str, value: object) -> None:
-        if not name.startswith("_") and name != "notes":
+        if type(self) is TrainEngine and not name.startswith("_") and name != "notes":
             raise AttributeError(
                 f"setting {name} of the engine has no effect on {self._kind.__name__}, which is on the ranks: "
                 "write a method of the class that sets it there, and call the method"

@@ -12,7 +12,7 @@ from torch import nn
 from shardtune.config.user_code import names_in
 from shardtune.engine import nn as modules
 from shardtune.engine.nn import BaseTrainModule
-from shardtune.errors import DataError, ModelError
+from shardtune.errors import ModelError
 
 HOOKS = frozenset(
     name
@@ -60,16 +60,8 @@ class Method:
 
         Raises:
             TypeError: as Python would.
-            DataError: weights are given twice.
         """
-        pass_weights = has_weights and self.takes_weights
-        if pass_weights and WEIGHTS in kwargs:
-            raise DataError(
-                f"{WEIGHTS} is given, and NeedParallel gives it, too",
-                where=f"{self.name}({WEIGHTS}=…)",
-                remedy="NeedParallel(rows, weights=[…]) gives weights of your own, divided so that they add up to 1 "
-                f"over all ranks; anything else needs another name than {WEIGHTS}",
-            )
+        pass_weights = has_weights and self.takes_weights and WEIGHTS not in kwargs
         try:
             self.signature.bind(*args, **{**kwargs, **({WEIGHTS: None} if pass_weights else {})})
         except TypeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -119,7 +120,7 @@ def init(
         connect(address)
     where = Placement(placement, cpus_per_rank, gpus_per_rank, dict(resources_per_rank or {}), wait_seconds)
     if chosen != "ray":
-        _check_no_cluster(chosen, address, where)
+        _check_no_cluster(chosen, address, where, named=backend is not None)
     spmd = _session.spmd if _session is not None else None
     limits = Limits(watchdog_seconds or 0.0, collective_timeout)
     _session = Session(chosen, device, where, spmd=spmd, limits=limits)
@@ -132,8 +133,8 @@ def _check_choice(name: str, given: str, choices: Sequence[str]) -> None:
         )
 
 
-def _check_no_cluster(backend: str, address: str | None, where: Placement) -> None:
-    """Refuse what only ranks on a Ray cluster have."""
+def _check_no_cluster(backend: str, address: str | None, where: Placement, *, named: bool) -> None:
+    """Refuse what only ranks on a Ray cluster have; a script that names no backend may be one for a cluster, too."""
     plain = Placement("pack", 1.0, None, {}, 60.0)
     changed = {
         "address": address is not None,
@@ -144,9 +145,12 @@ def _check_no_cluster(backend: str, address: str | None, where: Placement) -> No
         "wait_seconds": where.wait_seconds != plain.wait_seconds,
     }
     unused = [name for name, given in changed.items() if given]
-    if unused:
+    what = f"{', '.join(unused)} would have no effect: the ranks are those of the backend {backend}"
+    if unused and not named:
+        warnings.warn(f"shardtune.init: {what}", stacklevel=3)
+    elif unused:
         raise ParallelError(
-            f"{', '.join(unused)} would have no effect: the ranks are those of the backend {backend}",
+            what,
             where=f"shardtune.init({unused[0]}=…)",
             remedy='leave it out, or use backend="ray"',
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Generic, Literal, TypeVar
 
 import numpy as np
@@ -105,7 +106,7 @@ class NeedParallel(Generic[T]):
 
 def is_whole(value: object, least: int) -> bool:
     """Whether a value is a whole number of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _counted(lengths: Sequence[int] | torch.Tensor, where: str) -> list[int]:

@@ -135,9 +135,9 @@ class Run:
         worker.setup_evaluation(context=replace(context, weights_directory=path))
         return worker
 
-    def evaluate(self, checkpoint: str = "final", *overrides: str, eval_data: object = None) -> dict[str, float]:
-        """The evaluation metrics of a checkpoint, measured now."""
-        if not isinstance(checkpoint, str):
+    def evaluate(self, checkpoint: str | Path = "final", *overrides: str, eval_data: object = None) -> dict[str, float]:
+        """The evaluation metrics of a checkpoint (final, latest, best, a step, or a path), measured now."""
+        if not isinstance(checkpoint, str | Path):
             raise ConfigError(
                 f"the checkpoint is a {type(checkpoint).__name__}",
                 where="run.evaluate()",
@@ -145,7 +145,7 @@ class Run:
             )
         require_same_worker(self)
         folder = self.dir / SAMPLES / Path(checkpoint).name
-        worker = self.worker(checkpoint, *overrides, eval_data=eval_data, episodes_dir=folder)
+        worker = self.worker(str(checkpoint), *overrides, eval_data=eval_data, episodes_dir=folder)
         if not worker.evaluates:
             raise nothing_to_evaluate()
         return evaluation_method(worker)()

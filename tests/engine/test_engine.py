@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.engine import offload
-from shardtune.errors import CheckpointError, DataError, ModelError, ParallelError
+from shardtune.errors import CheckpointError, ModelError, ParallelError
 from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, steps
 from tests.support.vision import save_vision_model
 
@@ -61,8 +61,6 @@ def test_what_would_have_no_effect_is_refused(model: Path):
         TrainEngine(make(model), gather_to_generate=wrong)
     with pytest.raises(ParallelError, match=r"the size 2\.0 is no whole number"):
         engine.build(data_parallel_size=cast(Any, 2.0))
-    with engine.build(), pytest.raises(DataError, match="weights is given, and NeedParallel gives it, too"):
-        engine.step_by_weights(NeedParallel(SAMPLES), weights=torch.ones(5))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +75,12 @@ def test_what_would_have_no_effect_is_refused(model: Path):
 def test_what_init_cannot_use_is_refused(given: dict[str, Any], told: str):
     with pytest.raises(ParallelError, match=told):
         shardtune.init(**{"backend": "local", **given})
+
+
+def test_a_script_for_a_cluster_runs_without_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shardtune.engine.session._session", None)
+    with pytest.warns(UserWarning, match="gpus_per_rank would have no effect: the ranks are those of the backend loc"):
+        shardtune.init(gpus_per_rank=1.0)
 
 
 def test_a_typo_fails_on_the_spot_with_the_list(model: Path):
