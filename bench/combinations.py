@@ -122,7 +122,7 @@ SETTINGS: Sequence[Setting] = (
     ),
     one("optim.ema_decay", 0.7),
     one("optim.clip_grad", 0.05),
-    one("optim.lr_scheduler", "linear", "constant", "wsd"),
+    one("optim.lr_scheduler", "linear", "constant", "wsd", apart=("optim.lr_warmup",)),  # few steps come after it
     one("optim.lr_warmup_steps", 3, apart=("optim.lr_warmup",)),
     one("optim.lr_warmup_steps_ratio", 0.4, apart=("optim.lr_warmup",)),
     Setting([{"optim.lr_warmup_from_zero": True, "optim.lr_warmup_steps": 2}], apart=("optim.lr_warmup",)),
@@ -298,6 +298,8 @@ def drawn(number: int, attempt: int) -> Case:
         if setting.language and kind not in FAMILIES and draw.random() > MISUSE:
             continue
         if setting.chats and kind in FAMILIES and not chats:  # said to be not used
+            continue
+        if kind == OWN and "model.from_scratch" in given:  # it begins so
             continue
         chosen.append((setting, given))
         keys |= given

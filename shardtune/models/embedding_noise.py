@@ -34,7 +34,8 @@ def embedding_noise(
     document = torch.repeat_interleave(
         torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(batch.input_ids)
     )
-    places, length = batch.position_ids, lengths[document]
+    starts, length = batch.cu_seqlens[:-1].long(), lengths[document]
+    places = torch.arange(len(document), device=lengths.device) - starts[document]  # positions may be of several axes
     if part is not None:
         document, places = part.cut(document), part.cut(places)
         length = part.cut(length).clamp_(min=1)  # filled up with zeros to one size on all ranks

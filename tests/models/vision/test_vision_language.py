@@ -57,6 +57,22 @@ def test_packing_is_kept_where_it_is_exact(places: tuple[Path, Path], family: st
     worker.release()
 
 
+def test_noise_on_embeddings_where_positions_have_several_axes(places: tuple[Path, Path]) -> None:
+    """The numbers of a row belong to its tokens' places, in any micro-batch and on any ranks."""
+    folder, rows = places
+    if not (folder / "qwen2_5_vl").exists():
+        save_vision_model("qwen2_5_vl", folder / "qwen2_5_vl")
+    plain, noisy, alone = (
+        a_recipe(folder / "qwen2_5_vl", rows, data__eval_data_paths=None, actor__micro_batch_size=size, **noise)
+        for size, noise in ((3, {}), (3, {"actor__neftune_alpha": 5.0}), (1, {"actor__neftune_alpha": 5.0}))
+    )
+    expected = run_recipe(noisy).losses
+    assert abs(run_recipe(plain).losses[0] / expected[0] - 1) > 1e-4
+    assert run_recipe(alone).losses == pytest.approx(expected, rel=1e-9)
+    for trace in run_ranks(run_recipe, 2, noisy):
+        assert trace.losses == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_step_without_images_says_so_where_they_alone_train(places: tuple[Path, Path]) -> None:
     """Row 0 has none; a step with one image somewhere has a gradient, as a blank image joins the others."""
     worker = a_worker(places, "llava", actor__model__freeze=["language_model"], data__eval_data_paths=None)
