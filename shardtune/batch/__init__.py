@@ -199,6 +199,7 @@ class PackedBatch(Batch):
     Attributes:
         input_ids: int64 [tokens].
         position_ids: int64 [tokens]; restarts at 0 with each document.
+            [axes, tokens] for models that place the parts of an image by several numbers.
         target_positions: int64 [targets]; the tokens from which a target is predicted, never a document's last.
         targets: int64 [targets]; the token that follows each of them.
         target_weights: float32 [targets].
