@@ -36,15 +36,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from combination_inputs import FAMILIES, KINDS, OWN, POLICIES, TASKS, make_inputs, model_keys, placed  # noqa: E402
 from results import machine, table, write_section  # noqa: E402
 
 LIMIT = 1e-6
 """Relative, of what rounding alone tells apart: norms of these models round to fp32, and an optimizer enlarges that."""
-FAMILIES = ("qwen2", "llama", "gemma2", "qwen3_moe", "gpt2", "olmo2", "granite", "phi3")
-TASKS = ("sequence_classifier", "token_classifier", "regression", "embedding", "reranker", "seq2seq")
-IMAGES = ("llava", "qwen2_5_vl", "idefics3", "gemma3")
-OWN = "own"
-KINDS = (*FAMILIES, *FAMILIES, *TASKS, *IMAGES, OWN, OWN)
 MISUSE = 0.05
 """How often a setting of language models is tried with others: it has to be refused, or to count."""
 Values = dict[str, Any]
@@ -200,52 +196,6 @@ LAYOUTS: Sequence[Keys] = (
     {"parallel.sequence": 2, "parallel.sequence_method": "ring"},
     {"parallel.expert": 2},
 )
-CODE = '''\
-import os
-
-import torch.nn.functional as F
-
-from shardtune import Callback
-from tests.support.healthy_adapters import Denoiser, Tower
-
-
-class Own(Denoiser):
-    def build(self):
-        model = super().build()
-        model.drop.p = 0.0  # whose draws depend on the layout
-        return model
-
-
-def focal(logits, targets):
-    losses = F.cross_entropy(logits, targets, reduction="none")
-    return losses * (1 - (-losses).exp())
-
-
-def changed(row):
-    """Another row, whatever its format."""
-    row = dict(row)
-    for key in ("completion", "label", "ner_tags", "score", "query", "source", "y"):
-        if isinstance(row.get(key), str):
-            row[key] = {"bad": "good"}.get(row[key], row[key]) if key == "label" else row[key] + " a " + row[key]
-        elif isinstance(row.get(key), float):
-            row[key] /= 2
-        elif isinstance(row.get(key), list):
-            row[key] = row[key][::-1]
-    if "messages" in row:
-        row["messages"] = [{**turn, "content": turn["content"] + " so"} for turn in row["messages"]]
-    return row
-
-
-class Stop(Callback):
-    def on_step_end(self, event):
-        if str(event.step) == os.environ.get("STOP_AFTER"):
-            raise RuntimeError("stopped on purpose")
-'''
-FILES = ("own.py", "train.jsonl", "eval.jsonl", "teacher", "other.jinja")
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ': ' + message['content'] + '<|im_end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant: ' }}{% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -282,10 +232,10 @@ def in_words(given: Keys) -> str:
     return ", ".join(f"{key}={value}" for key, value in given.items())
 
 
-def drawn(number: int, attempt: int) -> Case:
-    """The case of a number; `attempt` counts its recipes that were refused."""
+def drawn(number: int, attempt: int, kinds: Sequence[str]) -> Case:
+    """The case of a number, of one of some kinds; `attempt` counts its recipes that were refused."""
     draw = random.Random(f"{number}/{attempt}")
-    kind = draw.choice(KINDS)
+    kind = draw.choice(kinds)
     chats = draw.random() < 0.6 and kind in FAMILIES
     chosen: list[tuple[Setting, Keys]] = []
     keys: Values = {}
@@ -299,13 +249,15 @@ def drawn(number: int, attempt: int) -> Case:
             continue
         if setting.chats and kind in FAMILIES and not chats:  # said to be not used
             continue
-        if kind == OWN and "model.from_scratch" in given:  # it begins so
+        if kind in (OWN, *POLICIES) and "model.from_scratch" in given:  # they begin so
             continue
         chosen.append((setting, given))
         keys |= given
         if len(chosen) == wanted:
             break
-    layout = draw.choice([each for each in LAYOUTS if kind.endswith("moe") or "parallel.expert" not in each])
+    refused = ("parallel.expert",) if not kind.endswith("moe") else ()
+    refused += ("parallel.tensor", "parallel.sequence") if kind in POLICIES else ()
+    layout = draw.choice([each for each in LAYOUTS if not any(key in each for key in refused)])
     return Case(
         number, kind, chats, chosen, layout, (draw.choice([2, 3, 6]), draw.choice([1, 2, 3])), draw.randint(1, 4)
     )
@@ -330,9 +282,7 @@ def recipe(case: Case, folder: Path, name: str, without: Setting | None = None, 
         "data.cache_dir": str(folder / "cache"),
         "data.num_workers": 0,
     }
-    flat |= {"model.adapter": "own.py:Own"} if case.kind == OWN else {"model.model_path": str(folder / "model")}
-    flat |= {"model.model_type": case.kind} if case.kind in TASKS else {}
-    flat |= {"model.model_type": "vision_language"} if case.kind in IMAGES else {}
+    flat |= model_keys(case.kind)
     flat |= {"data.max_length": 96} if case.kind in (*FAMILIES, *TASKS) else {}
     for setting, given in case.chosen:
         flat |= {} if setting is without else given
@@ -346,77 +296,6 @@ def recipe(case: Case, folder: Path, name: str, without: Setting | None = None, 
             place = place.setdefault(section, {})
         place[key] = placed(value, folder)
     return made
-
-
-def placed(value: Any, folder: Path) -> Any:
-    """A value in which files of the folder have their paths."""
-    if isinstance(value, dict):
-        return {key: placed(each, folder) for key, each in value.items()}
-    if isinstance(value, list):
-        return [placed(each, folder) for each in value]
-    return str(folder / value) if isinstance(value, str) and value.startswith(FILES) else value
-
-
-def make_inputs(case: Case, folder: Path) -> None:
-    """The files that recipes of a case name."""
-    (folder / "own.py").write_text(CODE)
-    (folder / "other.jinja").write_text(TEMPLATE)
-    if case.kind in FAMILIES:
-        _language_model(case, folder)
-    elif case.kind in TASKS:
-        from tests.support import tiny_tasks
-
-        save = tiny_tasks.save_t5 if case.kind == "seq2seq" else tiny_tasks.save_encoder
-        save(folder / "model")
-        tiny_tasks.write(folder / "train.jsonl", tiny_tasks.rows(case.kind, 21))
-        tiny_tasks.write(folder / "eval.jsonl", tiny_tasks.rows(case.kind, 7, seed=1))
-    elif case.kind in IMAGES:
-        from tests.support.vision import save_image_rows, save_vision_model
-
-        save_vision_model(case.kind, folder / "model")
-        file, _ = save_image_rows(folder, 14)
-        lines = file.read_text().splitlines(keepends=True)
-        (folder / "train.jsonl").write_text("".join(lines[:10]))
-        (folder / "eval.jsonl").write_text("".join(lines[10:]))
-    else:
-        import numpy as np
-
-        numbers = np.random.default_rng(0)
-        for name, count in (("train", 21), ("eval", 7)):
-            rows = [
-                {"x": [*numbers.normal(size=4)], "y": [*numbers.normal(size=2)], "seen": [1.0, float(row % 3 > 0)]}
-                for row in range(count)
-            ]
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _language_model(case: Case, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from tests.support.tiny_architectures import shake, tiny_config
-    from tests.support.tiny_run import make_tokenizer, rows, write_rows
-    from tests.support.zoo import DECODERS
-
-    for name, seed in (("model", 0), ("teacher", 1)):
-        torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(tiny_config(case.kind, DECODERS.get(case.kind, {})))
-        shake(model, seed)
-        model.save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
-    for name, count, start in (("train", 21, 0), ("eval", 7, 100)):
-        given: list[Any] = [
-            {**row, "prompt": row["prompt"] + "please " * 4 * (number % 7 == 3)}
-            for number, row in enumerate(rows(count, start))
-        ]
-        if case.chats:
-            pairs = [(row["prompt"][:12], row["completion"][:8]) for row in given]
-            sides = ("user", "assistant")
-            turns = [
-                [{"role": role, "content": text} for role, text in zip(sides, pair, strict=True)] for pair in pairs
-            ]
-            given = [{"messages": turns[n] + (turns[n - 1] if n % 3 == 1 else [])} for n in range(count)]
-        write_rows(folder / f"{name}.jsonl", given)
 
 
 @dataclass
@@ -569,17 +448,17 @@ def quiet(file: Path) -> Iterator[None]:
                 os.close(each)
 
 
-def tally(number: int, verbose: bool) -> Findings:
+def tally(number: int, kinds: Sequence[str], verbose: bool) -> Findings:
     """The first recipe of a number that is not refused, tried and printed."""
     from shardtune.errors import ShardtuneError
 
     for attempt in range(50):
-        case, began = drawn(number, attempt), time.monotonic()
+        case, began = drawn(number, attempt, kinds), time.monotonic()
         with tempfile.TemporaryDirectory(prefix="shardtune-bench-") as name:
             folder = Path(name)
             try:
                 with quiet(folder / "output.txt"):
-                    make_inputs(case, folder)
+                    make_inputs(case.kind, case.chats, folder)
                     found = tried(case, folder)
             except ShardtuneError as error:
                 if verbose:
@@ -600,6 +479,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--kinds", nargs="*", choices=sorted({*KINDS}), default=KINDS, help="of models; by default all")
     parser.add_argument("--verbose", action="store_true", help="print refusals too")
     parser.add_argument("--save", action="store_true", help="write the result into docs/benchmarks.md")
     given = parser.parse_args()
@@ -612,7 +492,7 @@ def main() -> None:
     fork_server.install()
     compared, faulty = Counter[str](), 0
     for number in range(given.first, given.first + given.cases):
-        found = tally(number, given.verbose)
+        found = tally(number, given.kinds, given.verbose)
         compared += found.compared
         faulty += bool(found.faults)
     rows = [(what, f"{count:,}") for what, count in sorted(compared.items())]
