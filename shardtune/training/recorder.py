@@ -62,14 +62,18 @@ class Recorder:
         if recording.folder is not None:
             recording.folder.mkdir(parents=True, exist_ok=True)
             self._file = recording.folder / f"rank{worker.ranks.rank}.jsonl"
-        self._step: Mapping[str, object] = {}
+        self._steps: list[Step[MicroBatch]] = []
+        self._contents: list[dict[str, object]] = []
+        self._skipped = 0
         self._before: Mapping[str, str] = {}
         self.follow()
 
     def follow(self) -> None:
         """Record the steps from the worker's current position on; to be called after it was moved."""
         if self._file is not None:
-            self._worker.position.steps = self._noted(self._worker.position.steps)
+            position = self._worker.position
+            self._steps, self._contents, self._skipped = [], [], position.taken
+            position.steps = self._noted(position.steps)
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         """Write the line of a step that has just been computed.
@@ -83,10 +87,11 @@ class Recorder:
             line = {
                 "step": step,
                 "ranks": self._worker.ranks.world_size,
-                **self._step,
+                **self._taken(),
                 "metrics": exact,
                 "drawn": self._drawn(),
             }
+            self._before = _generators()
             with self._file.open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
         if self._stop_after is not None and step >= self._stop_after:
@@ -94,14 +99,30 @@ class Recorder:
 
     def _noted(self, steps: Iterator[Step[MicroBatch]]) -> Iterator[Step[MicroBatch]]:
         for step in steps:
-            self._step = {
-                "from": [step.state.epoch, step.state.rows_consumed],
-                "to": [step.after.epoch, step.after.rows_consumed],
-                "rows": step.rows.tolist(),
-                "micro_batches": [_content(batch) for batch in step.micro_batches],
-            }
-            self._before = _generators()
+            if not self._steps:
+                self._before = _generators()
+            self._steps.append(step)
+            self._contents += [_content(batch) for batch in step.micro_batches]
             yield step
+
+    def _taken(self) -> dict[str, object]:
+        """What was computed since the last line: one step of the loader, or what a worker's own method took from it."""
+        if not self._steps:
+            return {}
+        steps, left = self._steps, self._worker.position.taken
+        begun, last = self._skipped, steps[-1]
+        end = len(self._contents) - (len(last.micro_batches) - left if left else 0)
+        whole = not begun and not left
+        line = {
+            "from": [steps[0].state.epoch, steps[0].state.rows_consumed],
+            "to": [last.state.epoch, last.state.rows_consumed] if left else [last.after.epoch, last.after.rows_consumed],
+            "rows": [row for step in steps for row in step.rows.tolist()] if whole else None,
+            "micro_batches": self._contents[begun:end],
+            "loader_steps": len(steps) if whole else None,
+        }
+        self._steps, self._skipped = ([last], left) if left else ([], 0)
+        self._contents = self._contents[end - left :] if left else []
+        return line
 
     def _drawn(self) -> dict[str, str]:
         """The generators that the step drew from, and the state in which it found each."""

@@ -567,7 +567,11 @@ class FSDPSftWorker(ABC):
     @property
     @final
     def data_iter(self) -> Iterator[object]:
-        """This rank's batches, one by one, from the current position; batches taken from it count as consumed."""
+        """This rank's batches, one by one, from the current position; batches taken from it count as consumed.
+
+        A checkpoint between two batches of a step (`global_batch_size` rows) continues with the second of them, on as
+        many ranks. `super().run_training()` takes the next whole step, and passes over what is left of one.
+        """
         return self.position.batches
 
     @data_iter.setter

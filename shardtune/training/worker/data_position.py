@@ -10,7 +10,7 @@ from shardtune.config import RunnerConfig
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
-from shardtune.errors import ModelError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.training.anomalies import Anomalies
 from shardtune.training.bad_rows import BadPart
 from shardtune.training.step import StepResult
@@ -33,6 +33,7 @@ class DataPosition:
         state: epoch and rows consumed.
         steps: the steps from there on.
         horizon: optimizer steps until `max_epochs` or `max_steps`, whichever comes first.
+        taken: this rank's batches of the next step that `batches` has given already, where not all have been.
         skipped_steps: the number of skipped steps.
         problem: why the last of them was skipped.
         anomalies: skipped steps whose numbers are wrong, and what follows them.
@@ -48,6 +49,8 @@ class DataPosition:
         self.state = DataState()
         self.steps: Iterator[Step[MicroBatch]] = loader.steps(self.state)
         self.horizon = horizon(runner, loader)
+        self.taken, self._cut, self._after = 0, 0, self.state
+        self._rest: list[object] = []
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         self.problem = ""
@@ -60,11 +63,23 @@ class DataPosition:
     def _batches(self) -> Iterator[object]:
         """This rank's batches, one by one; what is taken counts as consumed when the last of its step is."""
         while True:
-            step = next(self.steps)
-            *others, last = (with_names(b.fields) if isinstance(b, UserBatch) else b for b in step.micro_batches)
-            yield from others
-            self.state = step.after
-            yield last
+            if not self._rest:
+                step = next(self.steps)
+                batches = [with_names(b.fields) if isinstance(b, UserBatch) else b for b in step.micro_batches]
+                if self.taken and len(batches) != self._cut:
+                    raise _cut_otherwise(self.taken, self._cut, len(batches))
+                self._cut, self._rest, self._after = len(batches), batches[self.taken :], step.after
+            batch = self._rest.pop(0)
+            if self._rest:
+                self.taken += 1
+            else:
+                self.state, self.taken = self._after, 0
+            yield batch
+
+    def _restart(self, state: DataState, taken: int = 0) -> None:
+        """Continue from a position; what was left of a step is not given any more."""
+        self.state, self.taken, self._rest = state, taken, []
+        self.steps = self.loader.steps(state)
 
     def close(self) -> None:
         """End what the loader's steps run on: threads and processes."""
@@ -101,7 +116,7 @@ class DataPosition:
             done: optimizer steps before it.
             bad: its parts at fault, where they were found.
         """
-        self.state = step.after
+        self.state, self.taken, self._rest = step.after, 0, []
         anomalies, kind = self.anomalies, result.anomaly
         anomalies.last, anomalies.steps = None, anomalies.steps + 1
         self.none_finite = kind == "nonfinite" and len(bad) > 1 and len(bad) == len(step.rows)
@@ -135,9 +150,7 @@ class DataPosition:
     def move_to(self, state: DataState) -> None:
         """Continue from another position."""
         if state != self.state:
-            self.state = state
-            self.steps = self.loader.steps(state)
-            self.batches = self._batches()
+            self._restart(state)
 
     # Checkpoints.
 
@@ -153,15 +166,22 @@ class DataPosition:
             "skipped_in_a_row": self._skipped_in_a_row,
             "anomalies": self.anomalies.state(),
             "data": asdict(self.state),
-            "loader": self.loader.state_dict(),
+            **({"taken": [self.taken, self._cut]} if self.taken else {}),
+            "loader": self._loader_state(),
         }
+
+    def _loader_state(self) -> Mapping[str, object] | None:
+        saved = self.loader.state_dict()
+        if saved is None or not self.taken:
+            return saved
+        return {**saved, "states": None, "seen": ()}  # those are of the end of the step
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `checkpoint_state` or `place` returned; all ranks call it."""
         data, saved, skipped = state["data"], state.get("loader"), state["skipped_steps"]
         if not isinstance(data, Mapping) or not isinstance(skipped, int):
             raise TypeError(f"the state of a checkpoint holds no position: {state}")
-        self.state = DataState(**data)
+        place = DataState(**data)
         self.skipped_steps = skipped
         if "anomalies" in state:  # checkpoints of earlier versions have none
             self.anomalies.restore(state["anomalies"])
@@ -170,8 +190,19 @@ class DataPosition:
             self.anomalies.spikes.restore(state["spikes"])
         if isinstance(saved, Mapping):
             allowed = self._runner.allows("data.train_data_paths")
-            self.loader.load_state_dict(saved, self.state, allow_changed=allowed)
-        self.steps = self.loader.steps(self.state)
+            self.loader.load_state_dict(saved, place, allow_changed=allowed)
+        taken, self._cut = state.get("taken", (0, 0))
+        self._restart(place, taken)
+
+
+def _cut_otherwise(taken: int, before: int, batches: int) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint was written after {taken} of the {before} batches that each rank had of a step, and here it "
+        f"has {batches}",
+        where="run_training",
+        remedy="continue on the same number of ranks with the same micro_batch_size, or take all batches of a step "
+        "(global_batch_size) in each run_training",
+    )
 
 
 def horizon(runner: RunnerConfig, loader: Loader[MicroBatch]) -> int:

@@ -40,6 +40,7 @@ class StepRecord:
         metrics: of the step, without times and sizes, as `float.hex`.
         drawn: of each rank, the generators that the step drew from and that no run seeds by step, with a digest of the
             state in which it found each.
+        loader_steps: the steps of the loader that it took; None where a worker's own `run_training` took a part of one.
     """
 
     number: int
@@ -49,6 +50,7 @@ class StepRecord:
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     metrics: Mapping[str, str]
     drawn: tuple[Mapping[str, str], ...]
+    loader_steps: int | None = 1
 
     @property
     def ranks(self) -> int:
@@ -116,15 +118,16 @@ def read_evidence(folder: Path) -> Evidence:
     """The recorded lines of all ranks."""
     files = sorted(folder.glob("rank*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank")))
     ranks = [[json.loads(line) for line in _whole_lines(file)] for file in files]
-    by_place: dict[Place, StepRecord] = {}
+    by_place: dict[tuple[Place, int], StepRecord] = {}
     again: list[int] = []
     for parts in _steps(ranks):
         step = _joined(parts)
-        if step.start in by_place:
+        place = (step.start, step.number)  # an update may take a part of a step, which another begins with too
+        if place in by_place:
             again.append(step.number)
             # What followed was computed again too, or not reached.
-            by_place = {place: known for place, known in by_place.items() if place < step.start}
-        by_place[step.start] = step
+            by_place = {other: known for other, known in by_place.items() if other < place}
+        by_place[place] = step
     return Evidence(list(by_place.values()), again)
 
 
@@ -156,17 +159,23 @@ def _joined(parts: Sequence[Mapping[str, object]]) -> StepRecord:
     number = first["step"]
     assert isinstance(start, list)
     assert isinstance(end, list)
-    assert isinstance(rows, list)
     assert isinstance(metrics, dict)
     assert isinstance(number, int)
+    micro_batches = tuple(tuple(_micro_batches(part)) for part in parts)
+    if rows is None:  # of a part of a step
+        rows = [row for rank in micro_batches for batch in rank for row in batch.rows or () if row >= 0]
+    assert isinstance(rows, list)
+    taken = first.get("loader_steps", 1)
+    assert taken is None or isinstance(taken, int)
     return StepRecord(
         number,
         (start[0], start[1]),
         (end[0], end[1]),
         tuple(rows),
-        tuple(tuple(_micro_batches(part)) for part in parts),
+        micro_batches,
         metrics,
         tuple(dict(_mapping(part["drawn"])) for part in parts),
+        taken,
     )
 
 

@@ -46,7 +46,7 @@ class Recorded:
         return [(step.value(LOSS), step.value(NORM)) for step in self.run.evidence.steps]
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
-        stored = StoredTensors(self.run.checkpoint(step) / MODEL)
+        stored = StoredTensors(self.run.checkpoint(self.run.evidence.steps[step - 1].number) / MODEL)
         return {name: stored[name] for name in stored.names}
 
 

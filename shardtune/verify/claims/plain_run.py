@@ -239,7 +239,7 @@ class PlainSide:
                 draws = torch.Generator().manual_seed(number)
                 parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=draws, dtype=parameter.dtype))
         with without_dropout():
-            for loss, norm in plain_loop.train(model, self._parts(rows), self._settings(precision), self._losses):
+            for loss, norm in plain_loop.train(model, self._parts(evidence), self._settings(precision), self._losses):
                 log.append((loss, norm))
                 trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
                 save_file(trained, folder / f"step_{len(log)}.safetensors")
@@ -251,14 +251,27 @@ class PlainSide:
         assert isinstance(loader, StepLoader)
         return loader.alone(row)
 
-    def _parts(self, rows: Sequence[Sequence[int]]) -> Parts:
-        adapter, worker = self.adapter, self.worker
+    def _parts(self, evidence: Evidence) -> Parts:
+        adapter = self.adapter
+        rows = [list(step.rows) for step in evidence.steps]
         if not self.numbers_rows:
-            made = islice(worker.loader.steps(DataState()), len(rows))
-            return [_weighed([batch for batch in step.micro_batches if batch.counts]) for step in made]
+            return self._own_batches([step.loader_steps for step in evidence.steps])
         if isinstance(adapter, WholeStepAdapter):
             return [self._whole_step(adapter, step) for step in rows]
         return [_weighed([self._row(row) for row in step]) for step in rows]
+
+    def _own_batches(self, counts: Sequence[int | None]) -> Parts:
+        """The batches of the user's loader, of so many of its steps for each update."""
+        made, parts = self.worker.loader.steps(DataState()), []
+        for count in counts:
+            if count is None:
+                raise Skipped(
+                    "the worker's run_training takes a part of a step's batches for one update, and how many batches "
+                    "a step has depends on the ranks: take all of them (global_batch_size rows) from self.data_iter"
+                )
+            steps = list(islice(made, count))
+            parts.append(_weighed([batch for step in steps for batch in step.micro_batches if batch.counts]))
+        return parts
 
     def _whole_step(self, adapter: WholeStepAdapter, rows: Sequence[int]) -> tuple[list[MicroBatch], dict[str, float]]:
         """All rows of a step as one batch."""

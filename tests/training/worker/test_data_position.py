@@ -10,6 +10,7 @@ import torch
 
 from shardtune import SFTRunner
 from shardtune.checkpoint.atomic import read_json, write_json
+from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, ConfigError, DataError
 from tests.support.tiny_run import assert_same_tensors, lines
 from tests.training.worker import test_base as own
@@ -122,3 +123,45 @@ def test_a_checkpoint_that_nothing_could_continue_from_ends_the_run_at_once(
     with pytest.raises(CheckpointError, match=says):
         runner.run()
     assert runner.store.latest() is None
+
+
+class Halves(own.Task):
+    """Takes one of the batches of a step for each update."""
+
+    def run_training(self) -> dict[str, float]:
+        batch: Any = next(self.data_iter)
+        mean: Any = self.get_train_model_output(batch)
+        mean.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": float(mean.detach())}
+
+
+def test_a_run_that_is_stopped_between_two_batches_of_a_step_goes_on_with_the_second(tmp_path: Path) -> None:
+    losses = {}
+    for name, parts in (("whole", [5]), ("stopped", [1, 3, 5])):
+        last = None
+        for steps in parts:
+            given = own.recipe(str(tmp_path / name), max_steps=steps, allow_changes=["runner.max_steps"])
+            runner = SFTRunner(given, Halves(given), resume_from=last)
+            runner.run()
+            last = runner.store.latest()
+        losses[name] = [line["train/loss"] for line in lines(runner.run_dir)]
+    assert losses["stopped"] == losses["whole"]
+    values = given.to_dict()
+    values["actor"]["global_batch_size"] *= 2
+    worker = Halves(load_recipe(values))
+    worker.setup()
+    with pytest.raises(ConfigError, match="after 1 of the 4 batches that each rank had of a step, and here it has 7"):
+        worker.load_checkpoint(last)
+        worker.run_training()
+
+
+def test_what_is_left_of_a_step_is_passed_over_with_the_next_one() -> None:
+    worker, straight = own.Task(own.recipe()), own.Task(own.recipe())
+    worker.setup(), straight.setup()
+    expected = batches(straight, 9)
+    assert torch.equal(batches(worker, 1)[0], expected[0])
+    worker.run_training()
+    assert worker._data_iter_offset == 2 * own.GLOBAL
+    assert torch.equal(batches(worker, 1)[0], expected[8])

@@ -69,3 +69,14 @@ def test_steps_that_take_no_rows_or_return_no_norm_are_skipped_with_the_reason(t
         read_evidence(tmp_path)
     with pytest.raises(Skipped, match="returns no train/grad_norm"):
         step([[4, 7, 9]]).value(NORM)
+
+
+def test_updates_of_a_part_of_a_step_are_none_that_were_computed_again(tmp_path: Path) -> None:
+    def part(number: int, end: int, row: int) -> str:
+        found = json.loads(line(number, 0, 1)) | {"from": [0, 0], "to": [0, end], "rows": None, "loader_steps": None}
+        return json.dumps(found | {"micro_batches": [{"rows": [row, -1], "digest": str(row)}]}) + "\n"
+
+    (tmp_path / "rank0.jsonl").write_text(part(1, 0, 5) + part(2, 2, 6) + part(2, 2, 7))
+    found = read_evidence(tmp_path)
+    assert [(one.number, one.rows, one.loader_steps) for one in found.steps] == [(1, (5,), None), (2, (7,), None)]
+    assert list(found.again) == [2]

@@ -144,6 +144,31 @@ def test_a_users_worker_trains_as_its_own_method_batch_by_batch(tmp_path: Path) 
     assert "get_train_model_output of Worker, a batch per forward" in found
 
 
+SEVERAL = """
+    def run_training(self):
+        losses = []
+        for _ in range({batches}):
+            losses.append(self.get_train_model_output(next(self.data_iter))[0] / {batches})
+            losses[-1].backward()
+        norm = self.clip_grad_norm_()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {{"loss": sum(losses).item(), "grad_norm": float(norm)}}
+"""
+
+
+@pytest.mark.parametrize("batches", [4, 1])
+def test_a_workers_own_step_may_take_several_of_the_loader(tmp_path: Path, batches: int) -> None:
+    (tmp_path / "worker.py").write_text(WORKER + SEVERAL.format(batches=batches))
+    keys = {"worker": f"{tmp_path / 'worker.py'}:Worker"}
+    runs = runs_of(rows_of_numbers(tmp_path, keys), tmp_path / "runs", steps=1)
+    if batches == 4:
+        assert "a batch per forward" in check_parity(runs)
+        return
+    with pytest.raises(Skipped, match="takes a part of a step's batches for one update"):
+        check_parity(runs)
+
+
 @pytest.mark.parametrize(
     ("layer", "instead", "says"),
     [
