@@ -113,9 +113,10 @@ class Recorder:
         begun, last = self._skipped, steps[-1]
         end = len(self._contents) - (len(last.micro_batches) - left if left else 0)
         whole = not begun and not left
+        first, after = steps[0].state, last.state if left else last.after
         line = {
-            "from": [steps[0].state.epoch, steps[0].state.rows_consumed],
-            "to": [last.state.epoch, last.state.rows_consumed] if left else [last.after.epoch, last.after.rows_consumed],
+            "from": [first.epoch, first.rows_consumed],
+            "to": [after.epoch, after.rows_consumed],
             "rows": [row for step in steps for row in step.rows.tolist()] if whole else None,
             "micro_batches": self._contents[begun:end],
             "loader_steps": len(steps) if whole else None,

@@ -65,7 +65,9 @@ class DataPosition:
         while True:
             if not self._rest:
                 step = next(self.steps)
-                batches = [with_names(b.fields) if isinstance(b, UserBatch) else b for b in step.micro_batches]
+                batches: list[object] = [
+                    with_names(b.fields) if isinstance(b, UserBatch) else b for b in step.micro_batches
+                ]
                 if self.taken and len(batches) != self._cut:
                     raise _cut_otherwise(self.taken, self._cut, len(batches))
                 self._cut, self._rest, self._after = len(batches), batches[self.taken :], step.after

@@ -15,13 +15,20 @@ from shardtune.parallel.torch_private.modules import DropoutBase
 
 RANDOM = ("drop", "jitter")
 """Parts of the names of settings of transformers' configs that make a forward random in training."""
+DEPTH = ("DropPath", "StochasticDepth")
+"""Ends of the names of layers that leave out branches of rows in training: transformers', timm's, torchvision's."""
 PLUGIN = "shardtune.verify.claims.no_dropout"
 """A recipe's plugin that switches it off in a whole process."""
 
 
 def drops(model: nn.Module) -> bool:
     """Whether a model has layers that drop."""
-    return any(isinstance(module, DropoutBase) and module.p for module in model.modules())
+    dropout = any(isinstance(module, DropoutBase) and module.p for module in model.modules())
+    return dropout or any(_is_depth(module) for module in model.modules())
+
+
+def _is_depth(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(DEPTH)
 
 
 def random_settings(adapter: Adapter | None) -> dict[str, object]:
@@ -54,8 +61,11 @@ def _has_dropout(settings: Mapping[object, object]) -> bool:
 
 
 def switch_off() -> None:
-    """From now on torch's dropout passes its input on, and its attention drops nothing."""
-    attention = F.scaled_dot_product_attention
+    """From now on torch's dropout passes its input on, its attention drops nothing, and no branch is left out."""
+    attention, train = F.scaled_dot_product_attention, nn.Module.train
+
+    def train_but_depth(self: nn.Module, mode: bool = True) -> nn.Module:
+        return train(self, mode and not _is_depth(self))
 
     def attend(
         query: Tensor,
@@ -68,18 +78,23 @@ def switch_off() -> None:
     ) -> Tensor:
         return attention(query, key, value, attn_mask, 0.0, is_causal, **settings)
 
-    F.dropout, F.scaled_dot_product_attention = _passed_on, attend
+    F.dropout, F.scaled_dot_product_attention, nn.Module.train = _passed_on, attend, train_but_depth
 
 
 @contextmanager
-def without_dropout() -> Iterator[None]:
-    """Inside, it is switched off."""
-    dropout, attention = F.dropout, F.scaled_dot_product_attention
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, it is switched off in a model."""
+    dropout, attention, train = F.dropout, F.scaled_dot_product_attention, nn.Module.train
+    depth = [module for module in model.modules() if _is_depth(module) and module.training]
     switch_off()
     try:
+        for module in depth:
+            module.training = False
         yield
     finally:
-        F.dropout, F.scaled_dot_product_attention = dropout, attention
+        F.dropout, F.scaled_dot_product_attention, nn.Module.train = dropout, attention, train
+        for module in depth:
+            module.training = True
 
 
 def _passed_on(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

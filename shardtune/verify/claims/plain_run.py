@@ -193,7 +193,7 @@ class PlainSide:
             )
         if self.by_transformers:
             return
-        with without_dropout():
+        with without_dropout(self.worker.model):
             first = self._sample()
             if first == self._sample(1):
                 return
@@ -238,7 +238,7 @@ class PlainSide:
             for number, parameter in enumerate(model.parameters() if noise else ()):
                 draws = torch.Generator().manual_seed(number)
                 parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=draws, dtype=parameter.dtype))
-        with without_dropout():
+        with without_dropout(model):
             for loss, norm in plain_loop.train(model, self._parts(evidence), self._settings(precision), self._losses):
                 log.append((loss, norm))
                 trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}

@@ -152,8 +152,9 @@ def test_a_run_that_is_stopped_between_two_batches_of_a_step_goes_on_with_the_se
     values["actor"]["global_batch_size"] *= 2
     worker = Halves(load_recipe(values))
     worker.setup()
+    assert last is not None
+    worker.load_checkpoint(last)
     with pytest.raises(ConfigError, match="after 1 of the 4 batches that each rank had of a step, and here it has 7"):
-        worker.load_checkpoint(last)
         worker.run_training()
 
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import CLIPVisionConfig, LlavaConfig
+from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 
 from shardtune.config.schema import OptimConfig
 from shardtune.models import causal_lm
 from shardtune.optim.build import rate_factor
 from shardtune.verify.claims import plain_loop, plain_run
-from shardtune.verify.claims.dropout import PLUGIN, parts_drop, without_dropout
+from shardtune.verify.claims.dropout import PLUGIN, drops, parts_drop, without_dropout
 from shardtune.verify.claims.numbers import weight_gap
 from shardtune.verify.claims.parity import check_parity
 from shardtune.verify.result import Failed, Skipped
@@ -63,6 +64,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plain loop in this process, and no dropout left off by a plugin of a run."""
     monkeypatch.setattr(plain_run, "run_alone", plain_loop.main)
     monkeypatch.setattr(F, "dropout", F.dropout)
+    monkeypatch.setattr(torch.nn.Module, "train", torch.nn.Module.train)
     monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
     yield
     sys.modules.pop(PLUGIN, None)
@@ -209,9 +211,20 @@ def test_differences_of_weights_are_relative_to_their_size() -> None:
 
 def test_dropout_is_off_inside_only() -> None:
     ones = torch.ones(64)
-    with without_dropout():
+    with without_dropout(torch.nn.Identity()):
         assert torch.equal(F.dropout(ones, 0.5), ones)
     assert not torch.equal(F.dropout(ones, 0.5), ones)
+
+
+def test_branches_that_are_left_out_by_chance_are_computed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Dinov2DropPath(0.5))
+    assert drops(model)
+    with without_dropout(model):
+        assert not model[1].training
+        model.train()
+        assert (model[0].training, model[1].training) == (True, False)
+    assert model[1].training
+    assert model.train()[1].training
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
