@@ -196,6 +196,8 @@ def _directory(worker: FSDPSftWorker, place: Path, inputs: Sequence[Inputs], not
     else:
         own["tensors"] = described(to_compare(model, place), disk_dtype(model, stored_dtype(place)))
         own["shared"] = None if adapted else shared_names(model)
+    if kind == CLASS and isinstance(model, PreTrainedModel):
+        own["labels"] = dict(model.config.id2label or {})
     rows = list(inputs)
     if kind in (CAUSAL, VISION):
         assert isinstance(model, PreTrainedModel)

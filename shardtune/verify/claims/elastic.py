@@ -41,8 +41,8 @@ def check_elastic(runs: ShortRuns) -> str:
     numbers = ", ".join(map(str, ground.ranks))
     return (
         f"on {numbers} ranks, and from {fewest} to {most} and back at a resume, in fp64{ground.left_out}: the same "
-        f"rows in {runs.steps} steps, losses and norms within {gap:.1g}, weights within {worst:.1g} after each step"
-        f"{sensitive(worst)}"
+        f"rows in {len(one.evidence.steps)} steps, losses and norms within {gap:.1g}, weights within {worst:.1g} after "
+        f"each step{sensitive(worst)}"
     )
 
 

@@ -63,6 +63,7 @@ def compared(own: Part, found: Mapping[str, Part]) -> str:
     for name, plain in found.items():
         directory, title = own["directories"][name], TITLES[name]
         seen |= _same_weights(title, directory, plain)
+        seen |= _same_labels(title, directory, plain)
         seen |= _same_logits(title, directory, plain, apart)
         if own["text"] is not None:
             seen |= _same_text(title, own["text"], plain["text"])
@@ -123,6 +124,16 @@ def _largest_gap(own: Mapping[str, Part], found: Mapping[str, Part]) -> float:
         zip(own[name]["logits"], plain["logits"], strict=True) for name, plain in found.items() if "logits" in plain
     ]
     return max((gap_of(mine, its) for logits in pairs for mine, its in logits), default=0.0)
+
+
+def _same_labels(title: str, own: Part, plain: Part) -> dict[str, str]:
+    """The names of the classes of a classifier, in their order."""
+    mine, its = own.get("labels"), plain.get("labels")
+    if not mine or mine == its:
+        return {}
+    number = next(number for number in [*mine, *its] if mine.get(number) != its.get(number))
+    what = f"calls class {number} {its.get(number)!r}, which is {mine.get(number)!r} in training"
+    raise _differs(title, what, "config.json: id2label")
 
 
 def _same_logits(title: str, own: Part, plain: Part, largest: float) -> dict[str, str]:

@@ -16,6 +16,7 @@ from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed
 
 ROW_BY_ROW: Mapping[str, object] = {"actor.micro_batch_size": 1, "actor.max_tokens_per_micro_batch": None}
+IN_MEMORY: Mapping[str, object] = {"actor.fsdp_config.cpu_offload": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ SWITCHES = (
     Switch("compile", {"actor.model.compile": False}, "the compiler changes what the model computes: compile: false"),
     Switch(
         "offload",
-        {"actor.fsdp_config.cpu_offload": False},
+        IN_MEMORY,
         "something reads or writes weights or gradients outside of the forward: it finds them elsewhere here",
     ),
     Switch(
@@ -132,6 +133,8 @@ def active_switches(recipe: Recipe, ranks: int, *, deals_rows: bool) -> list[Swi
             return ranks > 1
         if switch.off is ROW_BY_ROW and not deals_rows:
             return False
+        if switch.off is IN_MEMORY and ranks == 1:
+            return False  # one process is not sharded, and nothing of it is offloaded
         if switch.changes_model:
             return recipe.actor.model.is_lora
         return any(get_value(values, key) != value for key, value in switch.off.items())
@@ -149,8 +152,9 @@ def check_layouts(runs: ShortRuns) -> str:
     worst = max(_require_simple(ground, simple, run) for run in made[: len(exact)])
     layouts = [switch.name for switch in _active(ground, max(ground.ranks))]
     text = (
-        f"{runs.steps} steps on {on_ranks(ground.ranks)} ({', '.join(layouts) or 'nothing to switch off'}) as on one "
-        f"rank in the simplest form: losses, norms and weights within {worst:.1g} in fp64{ground.left_out}"
+        f"{len(simple.evidence.steps)} steps on {on_ranks(ground.ranks)} "
+        f"({', '.join(layouts) or 'nothing to switch off'}) as on one rank in the simplest form: losses, norms and "
+        f"weights within {worst:.1g} in fp64{ground.left_out}"
     )
     if own == "fp64":
         return text

@@ -30,7 +30,8 @@ def check_parity(runs: ShortRuns) -> str:
     how = side.how
     worst = max(_require_plain(ground, run) for run in made[: len(ground.ranks)])
     spread = _spread(Recorded(made[-1]), ground) if half else ""
-    steps = f"{runs.steps} step{'s' if runs.steps != 1 else ''}"
+    done = len(made[0].evidence.steps)
+    steps = f"{done} step{'s' if done != 1 else ''}"
     return (
         f"{steps} in fp64{ground.left_out} on {on_ranks(ground.ranks)} as in plain PyTorch ({how}): "
         f"losses, norms and weights within {worst:.1g}{sensitive(worst)}{spread}"

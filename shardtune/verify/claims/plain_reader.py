@@ -208,6 +208,7 @@ def read(directory, job, beside):
         model, missing = load_model(path, kind)
         found["missing"] = sorted(missing)
         found["tensors"], found["shared"] = tensors_of(model, missing)
+        found["labels"] = dict(model.config.id2label or {})
     if kind in AUTO:
         found["logits"] = logits_of(model, directory["rows"], job["last"])
         found["stops"] = model.generation_config.eos_token_id

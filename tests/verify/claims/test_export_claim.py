@@ -20,6 +20,7 @@ from shardtune.verify.claims.export import compared
 from shardtune.verify.result import Failed
 from tests.support import fork_server
 from tests.support.tiny_run import make_tiny
+from tests.support.tiny_tasks import rows, save_encoder, write
 
 Part = dict[str, Any]
 Both = tuple[Part, Part]
@@ -122,3 +123,28 @@ def test_a_processor_that_makes_no_pixels_is_not_said_to_be_alike(adapted: Both)
     text = compared(own, plain)
     assert "rows with images alike" not in text
     assert "not compared: the processor's inputs, as final/ makes no pixel_values" in text
+
+
+def test_other_names_of_classes_are_named(adapted: Both) -> None:
+    own, found = copy.deepcopy(adapted)
+    own["directories"]["final"]["labels"], found["final"]["labels"] = {0: "bad", 1: "good"}, {0: "good", 1: "bad"}
+    with pytest.raises(Failed, match=r"final/ calls class 0 'good', which is 'bad' in training"):
+        compared(own, found)
+
+
+@pytest.mark.slow  # the case above holds the comparison; this one that both sides read them
+def test_names_of_classes_are_read_on_both_sides(tmp_path: Path) -> None:
+    save_encoder(tmp_path / "model")
+    write(tmp_path / "rows.jsonl", rows("sequence_classifier", 12))
+    model = {"model_path": str(tmp_path / "model"), "model_type": "sequence_classifier", "precision": "fp32"}
+    recipe = {
+        "actor": {"global_batch_size": 6, "micro_batch_size": 6, "model": model},
+        "data": {"train_data_paths": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")},
+        "runner": {"max_steps": 1, "device": "cpu", "logger": {"log_path": str(tmp_path / "runs")}},
+    }
+    own, found = read(shardtune.train(recipe).dir, tmp_path / "facts")
+    assert "tensors bit by bit" in compared(own, found)
+    labels = found["final"]["labels"]
+    labels[0], labels[1] = labels[1], labels[0]
+    with pytest.raises(Failed, match=r"final/ calls class 0 '.*', which is '.*' in training"):
+        compared(own, found)

@@ -80,7 +80,8 @@ def test_what_nothing_switches_off() -> None:
 def test_the_parts_of_a_recipe(tmp_path: Path) -> None:
     values = rows_of_numbers(tmp_path, adapter("Regressor"))
     values["actor"]["model"] |= {"is_lora": True, "compile": True}
+    values["actor"]["fsdp_config"] = {"cpu_offload": True}
     recipe = load_recipe(values)
     names = [switch.name for switch in active_switches(recipe, 2, deals_rows=True)]
-    assert names == ["packing", "compile", "sharding", "adapter"]
+    assert names == ["packing", "compile", "offload", "sharding", "adapter"]
     assert [switch.name for switch in active_switches(recipe, 1, deals_rows=False)] == ["compile", "adapter"]
