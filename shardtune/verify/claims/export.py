@@ -128,7 +128,7 @@ def _largest_gap(own: Mapping[str, Part], found: Mapping[str, Part]) -> float:
 
 def _same_labels(title: str, own: Part, plain: Part) -> dict[str, str]:
     """The names of the classes of a classifier, in their order."""
-    mine, its = own.get("labels"), plain.get("labels")
+    mine, its = own.get("labels") or {}, plain.get("labels") or {}
     if not mine or mine == its:
         return {}
     number = next(number for number in [*mine, *its] if mine.get(number) != its.get(number))

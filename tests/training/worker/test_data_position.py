@@ -138,20 +138,24 @@ class Halves(own.Task):
 
 
 def test_a_run_that_is_stopped_between_two_batches_of_a_step_goes_on_with_the_second(tmp_path: Path) -> None:
-    losses = {}
-    for name, parts in (("whole", [5]), ("stopped", [1, 3, 5])):
-        last = None
-        for steps in parts:
-            given = own.recipe(str(tmp_path / name), max_steps=steps, allow_changes=["runner.max_steps"])
+    def train(folder: Path, stops: list[int]) -> SFTRunner:
+        runner = last = None
+        for steps in stops:
+            given = own.recipe(str(folder), max_steps=steps, allow_changes=["runner.max_steps"])
             runner = SFTRunner(given, Halves(given), resume_from=last)
             runner.run()
             last = runner.store.latest()
-        losses[name] = [line["train/loss"] for line in lines(runner.run_dir)]
-    assert losses["stopped"] == losses["whole"]
-    values = given.to_dict()
+        assert runner is not None
+        return runner
+
+    whole, stopped = train(tmp_path / "whole", [5]), train(tmp_path / "stopped", [1, 3, 5])
+    one, other = ([line["train/loss"] for line in lines(runner.run_dir)] for runner in (whole, stopped))
+    assert one == other
+    values = own.recipe().to_dict()
     values["actor"]["global_batch_size"] *= 2
     worker = Halves(load_recipe(values))
     worker.setup()
+    last = stopped.store.latest()
     assert last is not None
     worker.load_checkpoint(last)
     with pytest.raises(ConfigError, match="after 1 of the 4 batches that each rank had of a step, and here it has 7"):
@@ -160,7 +164,8 @@ def test_a_run_that_is_stopped_between_two_batches_of_a_step_goes_on_with_the_se
 
 def test_what_is_left_of_a_step_is_passed_over_with_the_next_one() -> None:
     worker, straight = own.Task(own.recipe()), own.Task(own.recipe())
-    worker.setup(), straight.setup()
+    worker.setup()
+    straight.setup()
     expected = batches(straight, 9)
     assert torch.equal(batches(worker, 1)[0], expected[0])
     worker.run_training()
