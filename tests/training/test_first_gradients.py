@@ -99,13 +99,13 @@ class BalancedAtHead(Balanced):
         return list(model.get_submodule("head").parameters())
 
 
-def first_step(folder: str, adapter: str, **model: object) -> str | float:
+def first_step(folder: str, adapter: str) -> str | float:
     """The loss of the first step, or why there is none."""
     recipe = {
         "actor": {
             "micro_batch_size": 2,
             "global_batch_size": 8,
-            "model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64", **model},
+            "model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64"},
         },
         "data": {"train_data_paths": f"{folder}/rows.jsonl", "cache_dir": f"{folder}/cache", "num_workers": 0},
     }

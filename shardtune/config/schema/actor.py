@@ -109,7 +109,7 @@ class ParallelConfig(Section):
 
 
 class FsdpConfig(Section):
-    cpu_offload: bool = key(False, "Keep weights, gradients and optimizer states in host memory.")
+    cpu_offload: bool = key(False, "Keep weights, gradients and optimizer states in host memory; on two ranks or more.")
     reshard_after_forward: bool = key(
         True, "Free a unit's gathered weights after its forward pass and gather them again in the backward pass."
     )

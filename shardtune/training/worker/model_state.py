@@ -193,6 +193,11 @@ class ModelState:
         units, note = self._source.shard_units(self.inner)
         if note and self._ranks.world_size > 1:
             self.notes.append(note)
+        if actor.fsdp_config.cpu_offload and self._ranks.world_size == 1:
+            self.notes.append(
+                "actor.fsdp_config.cpu_offload has no effect on one rank, where nothing is sharded; less memory is "
+                "taken with actor.optim.state_dtype, precision: pure_bf16 and gradient_checkpointing"
+            )
         make_weights = shard_model(
             self.model,
             units,

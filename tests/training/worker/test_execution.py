@@ -77,7 +77,7 @@ class Alone(Worker):
         return nn.Linear(4, 4).double()
 
 
-def worker(kind: type[Worker] = Worker, **model: Any) -> Worker:
+def worker(kind: type[Worker] = Worker, *, offloads: bool = False, **model: Any) -> Worker:
     return kind(
         load_recipe(
             {
@@ -86,7 +86,10 @@ def worker(kind: type[Worker] = Worker, **model: Any) -> Worker:
                     "micro_batch_size": 2,
                     "global_batch_size": 8,
                     "model": {"precision": "fp64", **model},
-                    "fsdp_config": {"wrap": ["Layer", "LlamaDecoderLayer"] if kind is Worker else None},
+                    "fsdp_config": {
+                        "wrap": ["Layer", "LlamaDecoderLayer"] if kind is Worker else None,
+                        "cpu_offload": offloads,
+                    },
                     "optim": {"name": "SGD", "lr": 0.1, "weight_decay": 0.0},
                 },
                 "data": {"train_data_paths": "made by the worker"},
@@ -124,6 +127,21 @@ def test_checkpointing_computes_twice_and_changes_nothing(ranks: int) -> None:
         for losses, norms, layers, texts in others:
             assert (losses, norms) == plain[:2]
             assert (layers, texts) == (6 * micro_batches, 2 * micro_batches)
+
+
+def offloading_notes() -> list[str]:
+    """What is said of host memory."""
+    made = worker(offloads=True)
+    made.setup()
+    notes = [note for note in made.notes if "cpu_offload" in note]
+    made.release()
+    return notes
+
+
+def test_offloading_on_one_rank_is_said_to_have_no_effect() -> None:
+    (note,) = offloading_notes()
+    assert "cpu_offload has no effect on one rank" in note
+    assert run_ranks(offloading_notes, 2) == [[], []]
 
 
 def test_a_model_without_units_is_refused() -> None:
