@@ -269,10 +269,11 @@ def load(source: str | None, overrides: Sequence[str]) -> Recipe:
 
 
 def adapter_of(recipe: Recipe) -> Adapter:
-    """The adapter of a recipe's model; a language model's needs no tokenizer."""
+    """The adapter of a recipe's model; a language model's needs no tokenizer, unless tokens are added to it."""
     config = recipe.actor.model
     own = config.adapter is not None or config.model_type not in BUILT_IN or config.model_type in {**POLICIES, **TASKS}
-    if own or config.model_type in ("vision_language", "vision_language_action") or has_tokenizer(recipe):
+    with_images = config.model_type in ("vision_language", "vision_language_action")
+    if own or with_images or recipe.actor.added_tokens or has_tokenizer(recipe):
         return find_adapter(recipe)
     return causal_lm(config, wrap=recipe.actor.fsdp_config.wrap, data=recipe.data)
 

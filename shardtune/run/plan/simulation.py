@@ -121,7 +121,8 @@ class Simulated:
 
 
 def add_lora(model: nn.Module, recipe: Recipe, adapter: Adapter) -> None:
-    """Add the low-rank adapter that the recipe configures, if any, and train a new head in full, as training does.
+    """Add new tokens' embeddings and the low-rank adapter that the recipe configures, if any, and train a new head in
+    full, as training does.
 
     Of the base's weights headers are read; where there are none, all that may be new is taken to be new.
     """
@@ -132,7 +133,8 @@ def add_lora(model: nn.Module, recipe: Recipe, adapter: Adapter) -> None:
 
     everything = [name for name, _ in model.named_parameters()]
     may_lack = partial(adapter.new_weights, model) if adapter.new_weights(model, everything) else None
-    adapt(model, recipe, None, source, adapter.new_parts, may_lack)
+    tokenizer = adapter.tokenizer if recipe.actor.added_tokens else None
+    adapt(model, recipe, tokenizer, source, adapter.new_parts, may_lack)
 
 
 class OfSoleRank(WholeStep):

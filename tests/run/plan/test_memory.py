@@ -149,6 +149,17 @@ def test_a_base_is_planned_in_the_dtype_of_its_files(tiny: Tiny, tmp_path: Path)
     assert weights["quantised"] == weights["fp32"]
 
 
+@pytest.mark.parametrize("lora", [(), ("model.is_lora=true", "model.lora.r=1")])
+def test_new_tokens_are_planned(tiny: Tiny, lora: tuple[str, ...]) -> None:
+    """Their embeddings, and with LoRA what is trained of them."""
+    tokens = [f"<new_{number}>" for number in range(200)]
+    without = plans(tiny, "model.precision=fp32", *lora).plan()
+    found = plans(tiny, "model.precision=fp32", *lora, f"tokenizer.new_tokens={json.dumps(tokens)}").plan()
+    assert not found.notes
+    assert found.parameters.total >= without.parameters.total + len(tokens) * WIDTH
+    assert found.parameters.trained >= without.parameters.trained + len(tokens) * WIDTH
+
+
 def test_weights_in_bf16_and_their_average_are_planned_on_ranks(tiny: Tiny) -> None:
     """Gradients of shards are in fp32, and so is the average, which takes twice the memory of the weights."""
     found = plans(tiny, "model.precision=pure_bf16", "optim.ema_decay=0.9", ranks=2).plan()
