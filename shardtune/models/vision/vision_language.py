@@ -244,12 +244,13 @@ class VisionLanguage(CausalLM):
     def without_graph(self, model: nn.Module, batch: PackedBatch) -> ModelError:
         if batch.fields.keys() - {self.images.token_types}:
             return super().without_graph(model, batch)
+        what, further = "no row of this step has an image", ", raise actor.global_batch_size until each step has one"
+        if self._nothing_joins:
+            what, further = "this model computes a row without images by itself", ""
         return ModelError(
-            "no row of this step has an image, and nothing is trained but parts that read images, so there is no "
-            "gradient",
+            f"{what}, and nothing is trained but parts that read images, so there is no gradient",
             where="actor.model.freeze, actor.model.lora",
-            remedy="leave out rows without images, raise actor.global_batch_size until each step has one with some, or "
-            "train parts of the language model too",
+            remedy=f"leave out rows without images{further}, or train parts of the language model too",
         )
 
     def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:

@@ -80,6 +80,9 @@ def test_a_step_without_images_says_so_where_they_alone_train(places: tuple[Path
     assert isinstance(step, PackedBatch)
     with pytest.raises(ModelError, match="no row of this step has an image, and nothing is trained but parts that"):
         worker.root(step)
+    worker.adapter.one_row_per_forward(worker.inner_model)
+    with pytest.raises(ModelError, match=r"(?s)computes a row without images by itself, and .*images, or train parts"):
+        worker.root(step)  # whatever images the others of the step have
     worker.release()
 
 
