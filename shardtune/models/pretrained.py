@@ -90,30 +90,58 @@ def forget_quantization(config: PreTrainedConfig) -> None:
             forget_quantization(part)
 
 
-def _override(config: PreTrainedConfig, overrides: Mapping[str, object]) -> None:
-    """Set `actor.model.config_overrides`, and check that the settings are consistent."""
+def _override(config: PreTrainedConfig, overrides: Mapping[str, object], place: str = OVERRIDES) -> None:
+    """Set `actor.model.config_overrides`, and check that the settings are consistent.
+
+    A setting is one of the language model's, one of the whole model's, or one that both have. Those of another part are
+    a mapping under its name.
+
+    Args:
+        place: of the overrides in the recipe.
+    """
     text = config.get_text_config()
-    known = text.to_dict()
+    holders = [text] if text is config else [text, config]
+    known = {key for holder in holders for key in holder.to_dict()}
     for key in overrides:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             raise ConfigError(
-                f"actor.model.config_overrides.{key} is not a setting of {type(config).__name__}",
+                f"{place}.{key} is not a setting of {type(config).__name__}",
                 where=OVERRIDES,
                 remedy=f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}",
             )
+    parts = {key: getattr(config, key) for key in overrides if key in config.sub_configs}
+    for key in parts:
+        _override_part(parts[key], overrides[key], f"{place}.{key}")
+    plain = {key: value for key, value in overrides.items() if key not in parts}
     try:
-        for key, value in overrides.items():
-            setattr(text, key, value)
-        text.validate()
+        for holder in holders:
+            own = {key: value for key, value in plain.items() if key in holder.to_dict()}
+            for key, value in own.items():
+                setattr(holder, key, value)
+            if own or holder is text:
+                holder.validate()
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{OVERRIDES} = {dict(overrides)}: {_last_line(error)}"
+            f"{place} = {dict(overrides)}: {_last_line(error)}"
             if overrides
             else f"the model's config.json contradicts itself: {_last_line(error)}",
             where=OVERRIDES if overrides else MODEL_PATH,
             remedy=f"choose values of actor.model.config_overrides that {type(config).__name__} takes",
         ) from error
+
+
+def _override_part(part: object, overrides: object, place: str) -> None:
+    """Set the settings of a part of a model."""
+    if not isinstance(part, PreTrainedConfig):
+        raise ConfigError(f"{place}: this model has no such part", where=OVERRIDES, remedy="leave it out")
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(
+            f"{place} = {overrides!r}: it is a part of the model with settings of its own",
+            where=OVERRIDES,
+            remedy="give those that change, {name: value}",
+        )
+    _override(part, overrides, place)
 
 
 def no_model_path() -> ConfigError:

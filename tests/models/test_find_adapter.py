@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import CLIPVisionConfig, GPT2Config, LlamaConfig, LlavaConfig
 
 from shardtune import Adapter, Batch, LossSum, Sample
 from shardtune.config import ModelConfig, load_recipe
@@ -51,6 +51,44 @@ def test_overrides_reach_the_model(folder: Path) -> None:
 def test_overrides_that_do_not_fit_are_refused(folder: Path, overrides: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         load_config(config(folder, config_overrides=overrides))
+    assert caught.value.where == "actor.model.config_overrides"
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a model of several parts."""
+    path = tmp_path_factory.mktemp("llava")
+    LlavaConfig(text_config=LlamaConfig(), vision_config=CLIPVisionConfig()).save_pretrained(path)
+    return path
+
+
+def test_overrides_reach_each_part_of_a_model(llava: Path) -> None:
+    """A setting of the whole, of the language model, of both, and of another part under its name."""
+    overrides = {
+        "vision_feature_layer": -1, "rms_norm_eps": 0.5, "tie_word_embeddings": True,
+        "vision_config": {"attention_dropout": 0.25},
+    }  # fmt: skip
+    made = load_config(config(llava, config_overrides=overrides))
+    assert isinstance(made, LlavaConfig)
+    text = made.get_text_config()
+    assert made.vision_feature_layer == -1
+    assert text.to_dict()["rms_norm_eps"] == 0.5
+    assert (made.tie_word_embeddings, text.to_dict()["tie_word_embeddings"]) == (True, True)
+    assert made.to_dict()["vision_config"]["attention_dropout"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"vision_feature_layr": -1}, "did you mean vision_feature_layer"),
+        ({"vision_feature_layer": "x"}, "vision_feature_layer.*expected int"),
+        ({"vision_config": {"atention_dropout": 0.1}}, "vision_config.atention_dropout is not a setting of CLIPVision"),
+        ({"vision_config": 3}, "vision_config = 3: it is a part of the model"),
+    ],
+)
+def test_overrides_that_do_not_fit_a_part_are_refused(llava: Path, overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(config(llava, config_overrides=overrides))
     assert caught.value.where == "actor.model.config_overrides"
 
 

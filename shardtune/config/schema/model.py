@@ -146,7 +146,9 @@ class ModelConfig(Section):
         False, "Take only the configuration and tokenizer from `model_path` and initialise the weights from the seed."
     )
     config_overrides: dict[str, object] = key(
-        {}, "Values that replace those of the model's own configuration, e.g. {attention_dropout: 0.1}."
+        {},
+        "Values that replace those of the model's own configuration, e.g. {attention_dropout: 0.1}; those of a part "
+        "beside the language model under its name, {vision_config: {attention_dropout: 0.1}}.",
     )
     adapter: FunctionInFile | None = key(
         None, "Your class that describes the model, file.py:Class; null: the one of `model_type`."
