@@ -19,6 +19,7 @@ from shardtune.engine.call_watch import CallWatch, end_rank
 from shardtune.engine.pickling import check_sendable, pack, unpack
 from shardtune.engine.rank_module import Order, RankModule
 from shardtune.engine.stops import CallInterrupted, Stops
+from shardtune.engine.torch_settings import FollowedSettings, TorchSettings
 from shardtune.errors import ParallelError, lost_a_peer
 from shardtune.launch.watchdog.verdict import StandReport
 from shardtune.parallel.gloo_threads import batch_threads
@@ -36,12 +37,14 @@ class Request:
         action: "build", "end", or a method of `RankModule`.
         arguments: of it.
         of_first: only rank 0's result is needed.
+        settings: torch's, of the caller; None: those of this process.
     """
 
     engine: str
     action: str
     arguments: tuple[Any, ...] = ()
     of_first: bool = False
+    settings: TorchSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,7 @@ class Host:
         self._modules: dict[str, RankModule] = {}
         self._in_own_group: set[str] = set()
         self._calls = 0
+        self._settings = FollowedSettings()
         self.on_stuck: Callable[[StandReport], None] = end_rank
         self.board = None if store is None or world_size == 1 else CallBoard(rank, world_size, store)
         limits = limits if limits is not None and world_size > 1 else Limits(0.0)
@@ -208,7 +212,9 @@ class Host:
         """The packed outcome of a packed request."""
         try:
             request: Request = unpack(packed)
-            return pack(Outcome(self.do(request), units=self.units(request)))
+            with self._settings.during(request.settings):
+                value = self.do(request)
+            return pack(Outcome(value, units=self.units(request)))
         except CallInterrupted as interrupted:
             return pack(Outcome(left=interrupted.place))
         except Exception as error:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from shardtune.engine.call_board import CallerBoard
 from shardtune.engine.call_watch import RETURNED, SILENT, explain
 from shardtune.engine.rank_process import Failure, Outcome, Request
 from shardtune.engine.ranks import Team, stuck_error
+from shardtune.engine.torch_settings import TorchSettings
 from shardtune.launch.watchdog.verdict import StandReport
 
 INTERRUPT_SECONDS = 30.0
@@ -40,6 +43,11 @@ class RemoteRanks(Team):
     @abstractmethod
     def _wait(self, seconds: float | None) -> list[Outcome] | None:
         """The outcomes of the requests that were sent, in rank order; None if they are not there in time."""
+
+    def _request(self, requests: Sequence[Request]) -> list[Any]:
+        settings = TorchSettings.here()
+        dressed = {id(request): replace(request, settings=settings) for request in requests}
+        return super()._request([dressed[id(request)] for request in requests])  # equal ones stay one object
 
     @cached_property
     def _board(self) -> CallerBoard | None:
