@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from shardtune.errors import ConfigError
 from shardtune.launch.local import is_launched
 from shardtune.launch.signals import listening
 from shardtune.models.find_adapter import check_in_memory
+from shardtune.run.caller_settings import recipe_settings
 from shardtune.run.choose_worker import Objects
 from shardtune.run.directory import check_unlocked, plan_run, without_final
 from shardtune.run.display import Display
@@ -56,8 +57,17 @@ def train(
         ShardtuneError: an error that the user can fix; raised before anything is written where possible.
         Interrupted: stopped by a signal, after saving; calling again continues.
     """
-    check_in_memory(model, tokenizer)
-    objects = Objects(model, tokenizer, train_data, eval_data)
+    with recipe_settings():
+        return _train_from(recipe, overrides, Objects(model, tokenizer, train_data, eval_data), recording)
+
+
+def _train_from(
+    recipe: str | Path | Mapping[str, object] | DictConfig | None,
+    overrides: Sequence[str],
+    objects: Objects,
+    recording: Recording | None,
+) -> Run:
+    check_in_memory(objects.model, objects.tokenizer)
 
     def read() -> Recipe:
         loaded = load_recipe(recipe, overrides, in_memory=objects.keys())

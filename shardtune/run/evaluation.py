@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ from shardtune.launch.signals import end_with_parent, listening
 from shardtune.parallel.ranks import leave_ranks
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.display import Display
-from shardtune.run.evaluation_notes import idle_overrides, trained_rows
+from shardtune.run.evaluation_notes import notes_on_overrides
 from shardtune.run.identity import FINAL
 from shardtune.run.overridden import overridden
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
@@ -67,13 +67,6 @@ def evaluate(
         return _evaluate(recipe, run_dir, overrides, checkpoint=checkpoint, trust=trust)
 
 
-def _notes(recipe: Recipe, run_dir: Path | None, overrides: Sequence[str]) -> Iterator[str]:
-    """What overrides do not do, or not as it seems."""
-    yield from idle_overrides(recipe, overrides)
-    if run_dir is not None:
-        yield from trained_rows(load_run(run_dir).recipe, recipe, run_dir)
-
-
 def _no_target(path: Path) -> ConfigError:
     beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
@@ -109,7 +102,8 @@ def _evaluate(
     if not worker.evaluates:
         raise nothing_to_evaluate()
     if worker.ranks.is_main:
-        for note in _notes(recipe, run_dir, overrides):
+        run = None if run_dir is None else load_run(run_dir).recipe
+        for note in notes_on_overrides(recipe, overrides, run, run_dir):
             Display().report(note)
         model = _named(recipe) if run_dir is None else f"{run_dir}, checkpoint {checkpoint}"
         Display().report(f"evaluating {model} on {_evaluated_on(worker, episodes)}")

@@ -26,6 +26,22 @@ OF_AVERAGE = ("actor.optim.ema_decay", "actor.optim.ema_use")
 TRAIN, SPLIT = "data.train_data_paths", "data.eval_split"
 
 
+def notes_on_overrides(
+    recipe: Recipe, overrides: Sequence[str], run: Recipe | None = None, directory: Path | None = None
+) -> Iterator[str]:
+    """What overrides do not do, or not as it seems.
+
+    Args:
+        recipe: what is evaluated, with the overrides.
+        overrides: `key=value`.
+        run: the recipe of the run that is evaluated, without them; None: there is no run.
+        directory: of the run.
+    """
+    yield from idle_overrides(recipe, overrides)
+    if run is not None and directory is not None:
+        yield from trained_rows(run, recipe, directory)
+
+
 def idle_overrides(recipe: Recipe, overrides: Sequence[str]) -> Iterator[str]:
     """A sentence for each kind of overrides that an evaluation does not use.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,10 @@ from shardtune.data.messages import ROLES
 from shardtune.data.sources.inference_rows import InferenceRows
 from shardtune.errors import CheckpointError, ConfigError, DataError
 from shardtune.evaluate.generate import Sampling
+from shardtune.run.caller_settings import recipe_settings
 from shardtune.run.choose_worker import Objects, make_worker, worker_class
 from shardtune.run.directory import check_writable, load_config
+from shardtune.run.evaluation_notes import notes_on_overrides
 from shardtune.run.exporting import exporting
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
 from shardtune.run.model_card import CARD, RunRecord, make_card
@@ -145,10 +148,13 @@ class Run:
             )
         require_same_worker(self)
         folder = self.dir / SAMPLES / Path(checkpoint).name
-        worker = self.worker(str(checkpoint), *overrides, eval_data=eval_data, episodes_dir=folder)
-        if not worker.evaluates:
-            raise nothing_to_evaluate()
-        return evaluation_method(worker)()
+        with recipe_settings():
+            worker = self.worker(str(checkpoint), *overrides, eval_data=eval_data, episodes_dir=folder)
+            if not worker.evaluates:
+                raise nothing_to_evaluate()
+            for note in notes_on_overrides(overridden(self.recipe, overrides), overrides, self.recipe, self.dir):
+                warnings.warn(note, stacklevel=2)
+            return evaluation_method(worker)()
 
     def generate(
         self,

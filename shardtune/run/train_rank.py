@@ -173,15 +173,16 @@ def deterministic(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch.backends.cudnn.benchmark = benchmark
 
 
 @contextmanager

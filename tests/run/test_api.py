@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import shardtune
 from shardtune.errors import ConfigError, DataError
 from shardtune.evaluate.generate import Sampling
+from shardtune.run.train_rank import deterministic
 from shardtune.training.utilisation import Utilisation
 from tests.support.tiny_run import Tiny, lines, make_model, make_tiny, make_tokenizer, rows
 
@@ -177,6 +178,11 @@ def test_deterministic_is_on_while_training(tiny: Tiny, monkeypatch: pytest.Monk
     shardtune.train(tiny.recipe("deterministic", runner__deterministic=True, runner__max_steps=2))
     shardtune.train(tiny.recipe("not", runner__max_steps=2))
     assert seen == [True, True, False, False]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with deterministic(True):
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
     assert lines(tiny.run("deterministic")) == lines(tiny.run("not"))
 
 

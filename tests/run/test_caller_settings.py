@@ -1,0 +1,55 @@
+"""A run trained and evaluated from Python has the numbers of its recipe, whatever torch's settings are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import shardtune
+from shardtune.run import caller_settings
+from shardtune.run.caller_settings import recipe_settings
+from tests.support.tiny_run import Tiny, lines, make_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("settings"), save_interval=-1)
+
+
+@pytest.fixture
+def _double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(caller_settings, "_set_by_code", None)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_double")
+def test_settings_of_the_script_do_not_change_a_run(tiny: Tiny) -> None:
+    held_out = str(tiny.folder / "eval.jsonl")
+    given = {"runner__max_steps": 2, "data__eval_data_paths": held_out, "actor__model__precision": "bf16"}
+    unused = r"default dtype torch\.float64 and torch\.autocast of this process have no effect"
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        with pytest.warns(UserWarning, match=unused):
+            run = shardtune.train(tiny.recipe("script", **given))
+        assert torch.is_autocast_enabled("cpu")
+        with pytest.warns(UserWarning, match=unused):
+            found = run.evaluate()
+    assert torch.get_default_dtype() == torch.float64
+    torch.set_default_dtype(torch.float32)
+    plain = shardtune.train(tiny.recipe("plain", **given))
+    assert lines(run.dir) == lines(plain.dir)
+    with pytest.warns(UserWarning, match=r"optim\.lr has no effect in an evaluation"):
+        assert plain.evaluate("final", "optim.lr=1") == found
+
+
+@pytest.mark.usefixtures("_double")
+def test_a_default_dtype_of_the_recipes_own_code_stays(recwarn: pytest.WarningsRecorder) -> None:
+    torch.set_default_dtype(torch.float32)
+    with recipe_settings():
+        torch.set_default_dtype(torch.float64)  # as a plugin does, whose file is imported once
+    with recipe_settings():
+        assert torch.get_default_dtype() == torch.float64
+    assert not recwarn
