@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardtune.checkpoint.atomic import sync_tree
@@ -21,6 +22,8 @@ from shardtune.errors import CheckpointError
 from shardtune.parallel.weights import Weights
 
 MODEL, OPTIMIZERS, ATTRIBUTES, STATE = "model", "optimizers", "attributes", "engine.json"
+PART, PARTS = "part", ("a", "b")
+"""The key of the folder that the tensors of a save are in, and its names, of which saves take turns."""
 
 
 def trained_names(module: nn.Module, weights: Weights) -> set[str]:
@@ -43,23 +46,46 @@ def save_state(
         attributes: the user's.
         trained: names of the parameters that are trained, or have been.
     """
-    save_tensors(folder / MODEL, _kept(weights, trained))
-    described: dict[str, Mapping[str, object]] = {}
+    part = Together(None).by_first(lambda: _new_part(folder))
+    save_tensors(folder / part / MODEL, _kept(weights, trained))
+    described: dict[str, object] = {PART: part}
     optimizers: dict[str, object] = {}
     for name, optimizer in optimizers_of(module).items():
         moments, optimizers[name] = optimizer_tensors(optimizer, _names(weights), weights)
-        save_tensors(folder / OPTIMIZERS / name, moments)
+        save_tensors(folder / part / OPTIMIZERS / name, moments)
     described |= {"optimizers": optimizers, "schedules": dict.fromkeys(_schedules(module))}
-    described["attributes"] = {**attributes.save(folder / ATTRIBUTES)}
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{STATE}.partial"
-        partial.write_text(json.dumps(described))
-        sync_tree(folder)
-        partial.replace(folder / STATE)  # last: it marks the folder as complete
-        sync_folder(folder)
-    if dist.is_initialized():
-        dist.barrier()
+    described["attributes"] = {**attributes.save(folder / part / ATTRIBUTES)}
+    Together(None).by_first(lambda: _complete(folder, part, described))
+
+
+def _new_part(folder: Path) -> str:
+    """Make room for the tensors of a save beside those of the last one, which stay until it is complete."""
+    part = next(name for name in PARTS if name != _described(folder).get(PART))
+    shutil.rmtree(folder / part, ignore_errors=True)  # of a save that was interrupted
+    return part
+
+
+def _complete(folder: Path, part: str, described: Mapping[str, object]) -> None:
+    """Let a folder be what was saved in one of its parts, and remove the tensors of the save before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{STATE}.partial"
+    partial.write_text(json.dumps(described))
+    sync_tree(folder)
+    before = _described(folder)
+    partial.replace(folder / STATE)  # from here on it is this save
+    sync_folder(folder)
+    if before:
+        parts = [before[PART]] if PART in before else [MODEL, OPTIMIZERS, ATTRIBUTES]  # of an earlier version
+        for name in parts:
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """What a saved state has besides tensors; nothing where there is none that can be read."""
+    try:
+        return json.loads((folder / STATE).read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def is_saved_state(folder: Path) -> bool:
@@ -93,6 +119,7 @@ def load_state(
             where=str(folder),
             remedy="give a folder that engine.save() or save_pretrained() wrote",
         ) from error
+    tensors_in = folder / described.get(PART, "")
     optimizers = optimizers_of(module)
     if described["optimizers"].keys() != optimizers.keys():
         raise CheckpointError(
@@ -107,15 +134,15 @@ def load_state(
             remedy="make the same schedules, under the same names, in on_weights_materialized",
         )
     everything = weights.tensors()
-    stored = Together(None).by_first(lambda: stored_names(folder / MODEL))
+    stored = Together(None).by_first(lambda: stored_names(tensors_in / MODEL))
     tensors = _kept(weights, trained) | {name: everything[name] for name in stored if name in everything}
-    load_tensors(folder / MODEL, tensors)
+    load_tensors(tensors_in / MODEL, tensors)
     weights.take({**everything, **tensors})
     for name, optimizer in optimizers.items():
         load_optimizer_tensors(
-            folder / OPTIMIZERS / name, optimizer, _names(weights), described["optimizers"][name], weights
+            tensors_in / OPTIMIZERS / name, optimizer, _names(weights), described["optimizers"][name], weights
         )
-    attributes.load(folder / ATTRIBUTES, described.get("attributes", {}))
+    attributes.load(tensors_in / ATTRIBUTES, described.get("attributes", {}))
     return {name for name in stored if name in weights.parameters}
 
 

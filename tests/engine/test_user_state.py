@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
+from shardtune.engine import checkpoint
 from shardtune.errors import CheckpointError, ModelError, ParallelError
 from tests.support.engine_modules import SAMPLES
 from tests.support.peft_versions import adds_adapters
@@ -315,3 +317,75 @@ def test_a_state_without_a_place_is_refused(keeping, two_ranks: TrainEngine, tmp
         engine.forget_average()
         with pytest.raises(CheckpointError, match=r"self.ema was saved with a sharded tensor"):
             engine.load(tmp_path)
+
+
+class Stepping(nn.Fsdp2TrainModule):
+    """One layer, the steps of which are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer, self.seen = torch.optim.AdamW(self.parameters(), lr=0.1), torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def step(self) -> None:
+        self(torch.ones(1, 2)).sum().backward()
+        self.optimizer.step()
+        self.seen += 1
+
+    def state(self) -> tuple[torch.Tensor, float, float]:
+        steps = self.optimizer.state[self.layer.weight]["step"]
+        return self.layer.weight.detach().clone(), float(steps), float(self.seen)
+
+
+@pytest.mark.parametrize("at", ["save_tensors", "sync_tree"])
+def test_a_save_that_is_interrupted_leaves_the_one_before(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TrainEngine(Stepping()).build()
+    engine.step()
+    engine.save(tmp_path)
+    (wanted,) = engine.state()
+    original, calls = getattr(checkpoint, at), []
+
+    def interrupted(*given: Any) -> None:
+        if calls or at == "sync_tree":
+            raise KeyboardInterrupt
+        calls.append(original(*given))
+
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, at, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.save(tmp_path)
+    engine.load(tmp_path)
+    (found,) = engine.state()
+    assert torch.equal(found[0], wanted[0])
+    assert found[1:] == wanted[1:] == (1.0, 1.0)
+    for steps in (2.0, 3.0):
+        engine.step()
+        engine.save(tmp_path)
+        assert engine.state()[0][1] == steps
+        assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_state_of_an_earlier_version_is_loaded_and_replaced(tmp_path: Path) -> None:
+    engine = TrainEngine(Stepping()).build()
+    engine.step()
+    engine.save(tmp_path)
+    file = tmp_path / "engine.json"
+    described = json.loads(file.read_text())
+    for folder in (tmp_path / described.pop("part")).iterdir():
+        folder.rename(tmp_path / folder.name)
+    (tmp_path / "a").rmdir()
+    file.write_text(json.dumps(described))
+    (wanted,) = engine.state()
+    engine.step()
+    engine.load(tmp_path)
+    assert torch.equal(engine.state()[0][0], wanted[0])
+    engine.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "engine.json"]
