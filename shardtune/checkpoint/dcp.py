@@ -326,5 +326,5 @@ def _write_error(folder: Path, problem: CheckpointException | OSError) -> Checkp
     return CheckpointError(
         f"the checkpoint cannot be written: {_cause(problem)}",
         where=str(folder),
-        remedy="make room or give write permission, or set runner.logger.log_path to another directory",
+        remedy="make room or give write permission, or choose another directory (of a run: runner.logger.log_path)",
     )

@@ -96,7 +96,7 @@ def save_error(path: Path, problem: OSError) -> CheckpointError:
     return CheckpointError(
         f"the model cannot be saved: {problem.strerror or problem}",
         where=str(problem.filename or path),
-        remedy="make room on the disk, or set runner.logger.log_path to a directory that can be written",
+        remedy="make room on the disk, or choose a directory that can be written (of a run: runner.logger.log_path)",
     )
 
 

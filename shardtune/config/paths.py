@@ -55,8 +55,10 @@ def user_path(text: str | Path, where: str | None) -> Path:
         where: the key, override or argument, for the message.
 
     Raises:
-        ConfigError: `~name` of no user, or a name that no file can have.
+        ConfigError: it is no text and no path; `~name` of no user; or a name that no file can have.
     """
+    if not isinstance(text, str | os.PathLike):
+        raise ConfigError(f"{cut(repr(text))} is no path", where=where, remedy="give the path of a file or directory")
     try:
         path = Path(text).expanduser()
         reason = _never_a_path(path)

@@ -79,6 +79,10 @@ class TrainEngine:
                 where="TrainEngine(precision=…)",
                 remedy=f"use {', '.join(PRECISIONS.values())}",
             )
+        if not is_whole(seed, 0):
+            raise ParallelError(
+                f"the seed is {seed!r}", where="TrainEngine(seed=…)", remedy="use a whole number from 0 on"
+            )
         if gather_to_generate not in (None, True, False):
             raise ParallelError(
                 f"gather_to_generate is {gather_to_generate!r}",

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Literal, get_args
 
 from shardtune.engine.rank_process import Host, Limits, device_for
@@ -110,6 +111,8 @@ def init(
     _check_choice("backend", chosen, BACKENDS)
     _check_choice("device", device, get_args(Device))
     _check_choice("placement", placement, get_args(Placing))
+    _check_seconds("watchdog_seconds", 0.0 if watchdog_seconds is None else watchdog_seconds, least=0.0)
+    _check_seconds("collective_timeout", collective_timeout, least=1e-3)
     if chosen == "torchrun" and "WORLD_SIZE" not in os.environ:
         raise ParallelError(
             "no launcher has started this process",
@@ -130,6 +133,15 @@ def _check_choice(name: str, given: str, choices: Sequence[str]) -> None:
     if given not in choices:
         raise ParallelError(
             f"there is no {name} {given!r}", where=f"shardtune.init({name}=…)", remedy=f"use {', '.join(choices)}"
+        )
+
+
+def _check_seconds(name: str, given: object, least: float) -> None:
+    if isinstance(given, bool) or not isinstance(given, Real) or not least <= float(given) < float("inf"):
+        raise ParallelError(
+            f"{given!r} is no number of seconds" + ("" if least else " from 0 on"),
+            where=f"shardtune.init({name}=…)",
+            remedy="give seconds above 0" + ("" if least else ", or 0 or None for no limit"),
         )
 
 

@@ -270,13 +270,18 @@ def load_config(run_dir: Path) -> Recipe:
     if config is None and (run_dir / CONFIG).is_file():
         config = run_dir / CONFIG  # damaged; reading it says how
     if config is None:
-        raise CheckpointError(
-            f"{run_dir} is not a run directory: it has no {CONFIG}",
-            where=str(run_dir),
-            remedy="give the directory that shardtune train made (runs/<experiment_name>)",
-        )
+        raise no_run(run_dir)
     in_memory = read_manifest(run_dir).get("in_memory", [])
     return load_recipe(config, in_memory=in_memory, files_must_exist=False)
+
+
+def no_run(directory: Path) -> CheckpointError:
+    """The error for a directory that is none of a run, or is gone."""
+    return CheckpointError(
+        f"{directory} is not a run directory: it has no {CONFIG}",
+        where=str(directory),
+        remedy="give the directory that shardtune train made (runs/<experiment_name>)",
+    )
 
 
 class RunLock:

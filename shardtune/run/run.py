@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from shardtune.errors import CheckpointError, ConfigError, DataError
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.caller_settings import recipe_settings
 from shardtune.run.choose_worker import Objects, make_worker, worker_class
-from shardtune.run.directory import check_writable, load_config
+from shardtune.run.directory import check_writable, load_config, no_run
 from shardtune.run.evaluation_notes import notes_on_overrides
 from shardtune.run.exporting import exporting
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
@@ -62,8 +62,8 @@ class Run:
         trained_here: it is the result of a training that this process has done or started.
     """
 
-    def __init__(self, directory: Path, *, trust: Sequence[str] = (), trained_here: bool = False) -> None:
-        self.dir = directory
+    def __init__(self, directory: str | Path, *, trust: Sequence[str] = (), trained_here: bool = False) -> None:
+        self.dir = user_path(directory, "Run(directory)")
         self._trust = tuple(trust)
         self._trained_here = trained_here
 
@@ -75,8 +75,13 @@ class Run:
         """The last value of every metric; of the evaluation ones, those of `final/` if it exists.
 
         One that was not finite is NaN.
+
+        Raises:
+            CheckpointError: the directory is gone.
         """
         latest: dict[str, float] = {}
+        if not self.dir.is_dir():
+            raise no_run(self.dir)
         for line in read_metrics(self.dir):
             latest |= line
         final = self.dir / FINAL / "metrics.json"
@@ -198,7 +203,9 @@ class Run:
         """
         settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         sampling = _sampling(sampling, {name: value for name, value in settings.items() if value is not None})
-        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        prompt_list = (
+            list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping) else [prompts]
+        )
         for number, prompt in enumerate(prompt_list, 1):
             _check_prompt(prompt, number)
         raws = list(raw) if isinstance(raw, Sequence) else [bool(raw)] * len(prompt_list)
@@ -464,8 +471,8 @@ def require_same_worker(run: Run) -> None:
     Raises:
         ConfigError: a script trained it with a trainer of its own.
     """
-    trained_by = str(read_manifest(run.dir)["worker"])
     chosen = worker_class(run.executable_recipe()).__qualname__
+    trained_by = str(read_manifest(run.dir)["worker"])
     if trained_by != chosen:
         raise ConfigError(
             f"the run was trained by {trained_by}, which its recipe does not name; {chosen} would evaluate it",

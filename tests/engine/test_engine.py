@@ -57,6 +57,9 @@ def test_what_would_have_no_effect_is_refused(model: Path):
     engine, wrong = TrainEngine(make(model)), cast(Any, "no")
     with pytest.raises(AttributeError, match=r"setting lr of the engine has no effect"):
         engine.lr = 3
+    for seed in ("a", -1, 1.5, True):
+        with pytest.raises(ParallelError, match=f"the seed is {seed!r}"):
+            TrainEngine(make(model), seed=cast(Any, seed))
     with pytest.raises(ParallelError, match="gather_to_generate is 'no'"):
         TrainEngine(make(model), gather_to_generate=wrong)
     with pytest.raises(ParallelError, match=r"the size 2\.0 is no whole number"):
@@ -69,6 +72,10 @@ def test_what_would_have_no_effect_is_refused(model: Path):
         ({"device": "gpu"}, "no device 'gpu'"),
         ({"placement": "near"}, "no placement 'near'"),
         ({"address": "host:1"}, "address would have no effect"),
+        ({"watchdog_seconds": -1}, "-1 is no number of seconds from 0 on"),
+        ({"watchdog_seconds": float("nan")}, "nan is no number of seconds"),
+        ({"collective_timeout": "a"}, "'a' is no number of seconds"),
+        ({"collective_timeout": 0}, "0 is no number of seconds"),
         ({"gpus_per_rank": 1.0, "wait_seconds": 5.0}, "gpus_per_rank, wait_seconds would have no effect"),
     ],
 )

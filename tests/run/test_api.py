@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas
 import pytest
@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardtune
-from shardtune.errors import ConfigError, DataError
+from shardtune.errors import CheckpointError, ConfigError, DataError
 from shardtune.evaluate.generate import Sampling
+from shardtune.run.run import Run
 from shardtune.run.train_rank import deterministic
 from shardtune.training.utilisation import Utilisation
 from tests.support.tiny_run import Tiny, lines, make_model, make_tiny, make_tokenizer, rows
@@ -113,6 +114,20 @@ def test_a_model_without_values_and_overrides_that_are_no_text(tiny: Tiny) -> No
     override: Any = {"runner.max_epochs": 1}
     with pytest.raises(ConfigError, match="an override is a dict"):
         shardtune.train(tiny.recipe("dict"), override)
+
+
+def test_a_run_that_is_none_or_is_gone(tiny: Tiny) -> None:
+    for wrong in (3, None, ["a"]):
+        for call in (shardtune.load_run, Run):
+            with pytest.raises(ConfigError, match="is no path"):
+                call(cast(Any, wrong))
+    for gone in (Run(str(tiny.folder / "nowhere")), Run(tiny.folder / "nowhere")):
+        for use in (lambda gone=gone: gone.metrics, gone.evaluate, lambda gone=gone: gone.generate("a")):
+            with pytest.raises(CheckpointError, match="is not a run directory"):
+                use()
+    for prompt in (None, 3):
+        with pytest.raises(ConfigError, match=r"the prompt is a (NoneType|int), neither text nor"):
+            Run(tiny.folder).generate(cast(Any, prompt))
 
 
 def test_a_model_without_tokenizer_files(tiny: Tiny) -> None:
