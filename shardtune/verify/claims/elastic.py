@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from shardtune.verify.claims.evidence import LOSS, NORM, first_difference, largest_gap
 from shardtune.verify.claims.exact import CLOSE
 from shardtune.verify.claims.ground import Ground, ground_of
-from shardtune.verify.claims.parity import sensitive
+from shardtune.verify.claims.parity import in_steps, sensitive
 from shardtune.verify.claims.resume import require_stopped
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed, Skipped
@@ -41,7 +41,7 @@ def check_elastic(runs: ShortRuns) -> str:
     numbers = ", ".join(map(str, ground.ranks))
     return (
         f"on {numbers} ranks, and from {fewest} to {most} and back at a resume, in fp64{ground.left_out}: the same "
-        f"rows in {len(one.evidence.steps)} steps, losses and norms within {gap:.1g}, weights within {worst:.1g} after "
+        f"rows in {in_steps(one)}, losses and norms within {gap:.1g}, weights within {worst:.1g} after "
         f"each step{sensitive(worst)}"
     )
 

@@ -10,7 +10,7 @@ from shardtune.config.tree import get_value
 from shardtune.errors import ConfigError
 from shardtune.verify.claims.ground import ONE_PROCESS, Ground, comparable_ground_of
 from shardtune.verify.claims.numbers import Recorded, run_gaps
-from shardtune.verify.claims.parity import on_ranks
+from shardtune.verify.claims.parity import in_steps, on_ranks
 from shardtune.verify.claims.rounding import FIRST_LOSS, REGROUPING, RoundedRuns
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed
@@ -152,7 +152,7 @@ def check_layouts(runs: ShortRuns) -> str:
     worst = max(_require_simple(ground, simple, run) for run in made[: len(exact)])
     layouts = [switch.name for switch in _active(ground, max(ground.ranks))]
     text = (
-        f"{len(simple.evidence.steps)} steps on {on_ranks(ground.ranks)} "
+        f"{in_steps(simple)} on {on_ranks(ground.ranks)} "
         f"({', '.join(layouts) or 'nothing to switch off'}) as on one rank in the simplest form: losses, norms and "
         f"weights within {worst:.1g} in fp64{ground.left_out}"
     )

@@ -30,10 +30,8 @@ def check_parity(runs: ShortRuns) -> str:
     how = side.how
     worst = max(_require_plain(ground, run) for run in made[: len(ground.ranks)])
     spread = _spread(Recorded(made[-1]), ground) if half else ""
-    done = len(made[0].evidence.steps)
-    steps = f"{done} step{'s' if done != 1 else ''}"
     return (
-        f"{steps} in fp64{ground.left_out} on {on_ranks(ground.ranks)} as in plain PyTorch ({how}): "
+        f"{in_steps(made[0])} in fp64{ground.left_out} on {on_ranks(ground.ranks)} as in plain PyTorch ({how}): "
         f"losses, norms and weights within {worst:.1g}{sensitive(worst)}{spread}"
     )
 
@@ -68,6 +66,12 @@ def _spread(packed: Numbers, ground: Ground) -> str:
 def sensitive(worst: float) -> str:
     """How a difference above `CLOSE` is explained, for the end of a sentence."""
     return "" if worst <= CLOSE else ", no more than this model makes of an error in the last bit of a weight"
+
+
+def in_steps(run: ShortRun) -> str:
+    """The number of its steps, for a sentence: "1 step", "2 steps"."""
+    number = len(run.evidence.steps)
+    return f"{number} step{'s' if number != 1 else ''}"
 
 
 def on_ranks(numbers: list[int]) -> str:

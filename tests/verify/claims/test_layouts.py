@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
+from torch import nn
 
 from shardtune.config import load_recipe
 from shardtune.verify.claims.dropout import PLUGIN
@@ -22,6 +23,7 @@ from tests.verify.claims.test_parity import adapter, rows_of_numbers
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No dropout is left off by a plugin of a run."""
     monkeypatch.setattr(F, "dropout", F.dropout)
+    monkeypatch.setattr(nn.Module, "train", nn.Module.train)
     monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
     yield
     sys.modules.pop(PLUGIN, None)
@@ -29,7 +31,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_layout_that_changes_nothing_passes(tmp_path: Path) -> None:
     found = check_layouts(runs_of(rows_of_numbers(tmp_path, adapter("Regressor")), tmp_path / "runs", steps=1))
-    assert "1 steps on 1 rank (packing) as on one rank in the simplest form" in found
+    assert "1 step on 1 rank (packing) as on one rank in the simplest form" in found
     assert "in fp32" in found
 
 
