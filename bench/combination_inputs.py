@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +147,7 @@ def _language_model(kind: str, chats: bool, folder: Path) -> None:
 
 
 SIDE = 24
-OPTIONS: Mapping[str, dict[str, Any]] = {
-    "act": {
-        "chunk_size": 3, "n_action_steps": 2, "dim_model": 16, "n_heads": 2, "dim_feedforward": 24,
-        "n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4,
-    },
-    "diffusion": {
-        "horizon": 4, "n_action_steps": 2, "drop_n_last_frames": 0, "down_dims": [8, 16], "n_groups": 2,
-        "diffusion_step_embed_dim": 8, "crop_shape": [24, 24], "num_train_timesteps": 4,
-    },
+FLOW_OPTIONS: dict[str, dict[str, Any]] = {
     "smolvla": {
         "chunk_size": 3, "n_action_steps": 2, "max_state_dim": 4, "max_action_dim": 5, "vlm_model_name": "smolvlm",
         "resize_imgs_with_padding": [SIDE, SIDE], "num_steps": 2, "train_expert_only": False,
@@ -170,7 +161,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""Of tiny policies."""
+"""Of tiny policies with a vision-language model."""
 
 
 def model_keys(kind: str) -> dict[str, Any]:
@@ -178,7 +169,9 @@ def model_keys(kind: str) -> dict[str, Any]:
     if kind == OWN:
         return {"model.adapter": "own.py:Own"}
     if kind in POLICIES:
-        return {"model.model_type": kind, "model.options": OPTIONS[kind]}
+        from tests.support.robot import OPTIONS
+
+        return {"model.model_type": kind, "model.options": (OPTIONS | FLOW_OPTIONS)[kind]}
     keys: dict[str, Any] = {"model.model_path": "model"}
     if kind == ACTIONS:
         keys |= {"model.num_action_bins": 16, "model.action_tokens": "appended", "model.action_chunks_len": 2}

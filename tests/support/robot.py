@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,17 @@ from shardtune.models.action.environment import Environment, Observation, Outcom
 
 DIMENSIONS = 3
 NAMES = ["x", "y", "gripper"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "act": {
+        "chunk_size": 3, "n_action_steps": 2, "dim_model": 16, "n_heads": 2, "dim_feedforward": 24,
+        "n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4,
+    },
+    "diffusion": {
+        "horizon": 4, "n_action_steps": 2, "drop_n_last_frames": 0, "down_dims": [8, 16], "n_groups": 2,
+        "diffusion_step_embed_dim": 8, "crop_shape": [24, 24], "num_train_timesteps": 4,
+    },
+}  # fmt: skip
+"""Of tiny policies."""
 
 
 def frame(value: float) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,27 +37,29 @@ class Spare(Adapter):
         return Branches()
 
     def encode(self, row: Mapping[str, float]) -> Sample:
-        return Sample(fields={"x": np.array([row["x"]], np.float32)})
+        return Sample(fields={"x": np.array([row["x"]])})
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         return LossSum(model(batch["x"]).square().sum(), len(batch.rows))
 
 
+def worker(folder: str, adapter: str, report: Callable[[str], None] = lambda _: None, **actor: object) -> SFTWorker:
+    """On rows of `folder`."""
+    recipe = {
+        "actor": {"model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64"}, **actor},
+        "data": {"train_data_paths": f"{folder}/rows.jsonl", "cache_dir": f"{folder}/cache", "num_workers": 0},
+    }
+    made = SFTWorker(load_recipe(recipe), report=report)
+    made.setup()
+    return made
+
+
 def reported(folder: str) -> tuple[list[str], list[dict[str, float]]]:
     """The lines about gradients, and the metrics, of two steps."""
     lines: list[str] = []
-    recipe = {
-        "actor": {
-            "micro_batch_size": 1,
-            "global_batch_size": 4,
-            "model": {"adapter": f"{__file__}:Spare", "precision": "fp32"},
-        },
-        "data": {"train_data_paths": f"{folder}/rows.jsonl", "cache_dir": f"{folder}/cache", "num_workers": 0},
-    }
-    worker = SFTWorker(load_recipe(recipe), report=lines.append)
-    worker.setup()
-    metrics = [worker.run_training(), worker.run_training()]
-    worker.release()
+    made = worker(folder, "Spare", lines.append, micro_batch_size=1, global_batch_size=4)
+    metrics = [made.run_training(), made.run_training()]
+    made.release()
     return [line for line in lines if "gradient" in line], metrics
 
 
@@ -101,22 +103,13 @@ class BalancedAtHead(Balanced):
 
 def first_step(folder: str, adapter: str) -> str | float:
     """The loss of the first step, or why there is none."""
-    recipe = {
-        "actor": {
-            "micro_batch_size": 2,
-            "global_batch_size": 8,
-            "model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64"},
-        },
-        "data": {"train_data_paths": f"{folder}/rows.jsonl", "cache_dir": f"{folder}/cache", "num_workers": 0},
-    }
-    worker = SFTWorker(load_recipe(recipe), report=lambda _: None)
-    worker.setup()
+    made = worker(folder, adapter, micro_batch_size=2, global_batch_size=8)
     try:
-        return worker.run_training()["train/loss"]
+        return made.run_training()["train/loss"]
     except ModelError as error:
         return str(error)
     finally:
-        worker.release()
+        made.release()
 
 
 def check(found: tuple[list[str], list[dict[str, float]]]) -> None:

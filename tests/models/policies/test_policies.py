@@ -37,18 +37,8 @@ from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.adapter import verify_adapter
 from tests.support import robot
 from tests.support.chosen import slow_except
-from tests.support.robot import save_episodes
+from tests.support.robot import OPTIONS, save_episodes
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "act": {
-        "chunk_size": 3, "n_action_steps": 2, "dim_model": 16, "n_heads": 2, "dim_feedforward": 24,
-        "n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4,
-    },
-    "diffusion": {
-        "horizon": 4, "n_action_steps": 2, "drop_n_last_frames": 0, "down_dims": [8, 16], "n_groups": 2,
-        "diffusion_step_embed_dim": 8, "crop_shape": [24, 24], "num_train_timesteps": 4,
-    },
-}  # fmt: skip
 POLICIES = sorted(OPTIONS)
 
 
