@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardtune.batch import Sample
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
+from shardtune.models.lora.config import is_frozen
 
 KEY = "actor.tokenizer.new_tokens"
 _LOOKED_THROUGH = 1000
@@ -78,6 +79,33 @@ def grow_embeddings(model: nn.Module, ids: Sequence[int]) -> list[str]:
             if not parameter.is_meta:
                 parameter[before:] = parameter[:before].double().mean(0).to(parameter.dtype)
     return [f"{rows - before} rows more in the embedding, {rows} now, each at first the mean of the others"]
+
+
+def check_frozen_rows(model: nn.Module, tokens: Sequence[str], *, predicted: bool) -> list[str]:
+    """Notes on new tokens' rows that are not trained, once the recipe's `freeze` is applied.
+
+    Args:
+        model: whose embeddings are large enough.
+        tokens: that the recipe adds.
+        predicted: whether some of them are what the model answers with, as action tokens are.
+
+    Raises:
+        ConfigError: several tokens would be one and the same to the model.
+    """
+    if not tokens or not isinstance(model, PreTrainedModel):
+        return []
+    parts = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    frozen = [name for name, part in parts.items() if part is not None and is_frozen(part)]
+    what = f"actor.model.freeze keeps the rows of {len(tokens)} new token{'s' * (len(tokens) > 1)} from training"
+    if len(tokens) > 1 and ("embedding" in frozen or ("head" in frozen and predicted)):
+        raise ConfigError(
+            f"{what} in the {frozen[0]}: rows that are added begin as the mean of the others, all alike, so the model "
+            "could not tell these tokens apart",
+            where=f"actor.model.freeze, {KEY}",
+            remedy=f"leave the {' and the '.join(frozen)} out of freeze, or use actor.model.is_lora, which trains "
+            "these rows and no others of them",
+        )
+    return [f"{what} in the {' and the '.join(frozen)}: they stay as they begin"] if frozen else []
 
 
 def growing(model: nn.Module) -> dict[torch.Tensor, int]:

@@ -39,7 +39,7 @@ from shardtune.models.lora.config import head_of
 from shardtune.models.lora.init import changes_base
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.mixed_precision import cast_for_layers
-from shardtune.models.new_tokens import grow_embeddings
+from shardtune.models.new_tokens import check_frozen_rows, grow_embeddings
 from shardtune.optim.build import build_optimizer, recipe_options
 from shardtune.optim.named_class import same_states
 from shardtune.parallel.direct_use import in_methods, own_methods
@@ -186,6 +186,8 @@ class ModelState:
         self.notes += adapt(self.inner, self._recipe, self._tokenizer, self._source.initial_weights, parts, self._new)
         freeze(self.inner, actor.model.freeze)
         check_frozen(self.inner, actor.model)
+        appends = len(actor.added_tokens) > len(actor.tokenizer.new_tokens)
+        self.notes += check_frozen_rows(self.inner, actor.added_tokens, predicted=appends)
         if training:
             check_saved(self.inner)
             check_trained(self.inner, actor.model.precision, on_ranks=self._ranks.world_size > 1)
