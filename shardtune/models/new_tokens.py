@@ -103,7 +103,7 @@ def check_frozen_rows(model: nn.Module, tokens: Sequence[str], *, predicted: boo
             "could not tell these tokens apart",
             where=f"actor.model.freeze, {KEY}",
             remedy=f"leave the {' and the '.join(frozen)} out of freeze, or use actor.model.is_lora, which trains "
-            "these rows and no others of them",
+            "just these rows of them",
         )
     return [f"{what} in the {' and the '.join(frozen)}: they stay as they begin"] if frozen else []
 
