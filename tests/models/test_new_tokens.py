@@ -84,8 +84,8 @@ def test_tokens_that_would_be_all_alike_are_refused(tmp_path: Path, keys: dict[s
 
 
 def notes_of(folder: Path, tokens: list[str], keys: dict[str, Any]) -> list[str]:
-    model, rows = save_model("mistral", folder / "model", tie_word_embeddings=False), save_rows(folder / "rows.jsonl", 4)
-    values = recipe(model, rows)
+    model = save_model("mistral", folder / "model", tie_word_embeddings=False)
+    values = recipe(model, save_rows(folder / "rows.jsonl", 4))
     values["actor"]["model"] |= keys
     values["actor"]["tokenizer"] = {"new_tokens": tokens}
     worker = SFTWorker(load_recipe(values), report=quiet)
