@@ -195,8 +195,13 @@ def _is_users(traced: TracebackType) -> bool:
 
 
 def import_users(module: str) -> ModuleType:
-    """Import a user's module by name; errors in its package count as the user's from now on."""
-    _packages.add(module.partition(".")[0])
+    """Import a user's module by name; errors in its package count as the user's from now on, if it is another than ours.
+
+    A recipe may name plugins of ours, as those of shortened runs do.
+    """
+    package = module.partition(".")[0]
+    if package != __name__.partition(".")[0]:
+        _packages.add(package)
     return importlib.import_module(module)
 
 

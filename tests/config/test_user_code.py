@@ -11,6 +11,8 @@ import torch
 
 from shardtune.config import user_code
 from shardtune.config.user_code import import_file, import_plugins, load_function, user_fault
+from shardtune.data.encoder import RowError
+from shardtune.data.files.json_text import JsonChunk
 from shardtune.errors import ConfigError
 from tests.support.dist.ranks import run_ranks
 
@@ -159,3 +161,10 @@ def test_any_other_error_stays_what_it_is(no_packages: None) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         _ = 1 / 0
     assert user_fault(caught.value) is None
+
+
+def test_a_plugin_of_ours_makes_no_error_a_users(no_packages: None) -> None:
+    """A row that a parser refuses is a bad row, and no fault of a user's code, in shortened runs too."""
+    import_plugins(["shardtune.errors"])
+    (row,) = JsonChunk([(1, b'{"a": %s}' % (b"9" * 5000))], 1.0).rows()
+    assert isinstance(row[1], RowError)
