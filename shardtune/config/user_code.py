@@ -195,9 +195,9 @@ def _is_users(traced: TracebackType) -> bool:
 
 
 def import_users(module: str) -> ModuleType:
-    """Import a user's module by name; errors in its package count as the user's from now on, if it is another than ours.
+    """Import a user's module by name; errors in its package count as the user's from now on.
 
-    A recipe may name plugins of ours, as those of shortened runs do.
+    Recipes may name plugins of this package, as those of shortened runs do: its errors are none of a user's.
     """
     package = module.partition(".")[0]
     if package != __name__.partition(".")[0]:
