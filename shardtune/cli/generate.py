@@ -48,6 +48,9 @@ AS_TEXT: Mapping[str, str] = {"generate": "--prompt {}", "chat": "type {} in the
 """How a word is given to the model as a text."""
 
 
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")]
+
+
 def generate(
     run: RunOrModel = None,
     prompt: Annotated[
@@ -72,9 +75,7 @@ def generate(
     adapter: AdapterOption = None,
     checkpoint: Checkpoint = "final",
     system: Annotated[str | None, typer.Option(help="A system turn before each prompt that has none.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False,
+    raw: Raw = False,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = None,

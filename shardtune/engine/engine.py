@@ -19,7 +19,7 @@ from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import SequenceMethod
 from shardtune.engine.initial_weights import forget_recorders, undo_parting
 from shardtune.engine.methods import Method, no_method, read_methods
-from shardtune.engine.nn import unwrapped
+from shardtune.engine.nn import BaseTrainModule, unwrapped
 from shardtune.engine.pickling import check_sendable
 from shardtune.engine.push import names_between
 from shardtune.engine.rank_module import PRECISIONS, Order, precision_of
@@ -187,18 +187,8 @@ class TrainEngine:
         inner, _ = unwrapped(self._module)
         if sequence_parallel_size > 1:
             check_shareable(inner)
-        if tensor_parallel_size > 1 and is_adapted(inner):
-            raise ParallelError(
-                f"{self._kind.__name__} has a low-rank adapter, whose matrices tensor ranks cannot share",
-                where=f"build(tensor_parallel_size={tensor_parallel_size})",
-                remedy=f"use data_parallel_size={tensor_parallel_size}, which shards the weights over as many ranks",
-            )
-        if tensor_parallel_size > 1 and not inner.tensor_plan:
-            raise ParallelError(
-                f"{self._kind.__name__} declares no plan by which tensor ranks could share it",
-                where=f"build(tensor_parallel_size={tensor_parallel_size})",
-                remedy="give its class a tensor_plan, or use data_parallel_size",
-            )
+        if tensor_parallel_size > 1:
+            self._check_divisible(inner, tensor_parallel_size)
         team = colocate_with._built("build(…)") if colocate_with else session.team(layout.num_ranks)
         if colocate_with is not None and take_turns:
             team.engines |= {colocate_with._id: True, self._id: True}
@@ -224,6 +214,21 @@ class TrainEngine:
         team.engines.setdefault(self._id, False)
         team.awake.add(self._id)
         return self
+
+    def _check_divisible(self, inner: BaseTrainModule, ranks: int) -> None:
+        """Refuse a module whose matrix products this number of tensor ranks cannot share."""
+        if is_adapted(inner):
+            raise ParallelError(
+                f"{self._kind.__name__} has a low-rank adapter, whose matrices tensor ranks cannot share",
+                where=f"build(tensor_parallel_size={ranks})",
+                remedy=f"use data_parallel_size={ranks}, which shards the weights over as many ranks",
+            )
+        if not inner.tensor_plan:
+            raise ParallelError(
+                f"{self._kind.__name__} declares no plan by which tensor ranks could share it",
+                where=f"build(tensor_parallel_size={ranks})",
+                remedy="give its class a tensor_plan, or use data_parallel_size",
+            )
 
     def _laid_out(self, sizes: tuple[int, int | None, int, int], given: int | None) -> Layout:
         """The layout of these sizes on this number of ranks (None: as many as needed)."""
