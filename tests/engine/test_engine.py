@@ -53,6 +53,18 @@ def test_calls_before_build_say_so(model: Path):
             call()
 
 
+class Named(TrainEngine):
+    """An engine with an attribute of its own."""
+
+    label = ""
+
+
+def test_a_class_of_ones_own_has_its_attributes(model: Path):
+    engine = Named(make(model))
+    engine.label = "policy"
+    assert engine.label == "policy"
+
+
 def test_what_would_have_no_effect_is_refused(model: Path):
     engine, wrong = TrainEngine(make(model)), cast(Any, "no")
     with pytest.raises(AttributeError, match=r"setting lr of the engine has no effect"):
