@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardtune.cli.starting import starting
 from shardtune.cli.words import split_words
 from shardtune.errors import ConfigError
 
@@ -90,12 +92,19 @@ def plan(
         report=lambda text: typer.echo(text, err=True),
     )
     found = planning.plan()
-    changes = changes_that_fit(planning, found) if solve else None
+    changes = changes_that_fit(planning, found, _computing) if solve else ()
     if as_json:
-        further = {} if changes is None else {"changes": [change.to_dict() for change in changes]}
+        further = {"changes": [change.to_dict() for change in changes]} if solve else {}
         typer.echo(json.dumps({**found.to_dict(), **further}, indent=2))
         return
-    typer.echo("\n".join([*lines(found), *(change_lines(found, changes) if changes is not None else ())]))
+    typer.echo("\n".join(lines(found)))
+    for line in change_lines(found, changes) if solve else ():
+        typer.echo(line)
+
+
+def _computing(words: Sequence[str]) -> AbstractContextManager[None]:
+    """What is computed, on the terminal meanwhile."""
+    return starting(f"computing {' '.join(words)} …")
 
 
 def _check_words(path: str | None, overrides: list[str], rates: Mapping[str, object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ def starting(text: str = "starting …") -> Iterator[None]:
         with importing():
             yield
         return
-    print(text, end="", file=sys.stderr, flush=True)
+    width = shutil.get_terminal_size().columns - 1  # a second line would stay
+    print(text[:width], end="", file=sys.stderr, flush=True)
     try:
         with importing():
             yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -58,9 +58,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
         state_dtype: fp32 | bf16 | int8.
         seed: of the run.
         starts: by name, for parameters of which this rank has a range of the flattened numbers: its first index.
+
+    Attributes:
+        chunks: the row ranges of a rank's part that are updated at a time.
     """
 
     moments: ClassVar[tuple[Moment, ...]]
+    chunks: Callable[[torch.Tensor], Iterable[tuple[int, int]]] = staticmethod(chunks)
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         weights, grad = local(parameter), local(parameter.grad)  # pyright: ignore[reportArgumentType]
         dtype = full_dtype(weights)
         rounded = any(state[moment.name].dtype != dtype for moment in self.moments)
-        for first, last in chunks(weights):
+        for first, last in self.chunks(weights):
             stored = rows_of(weights, first, last)
             part = stored.to(dtype)
             values = {moment.name: moment.read(state, first, last).to(dtype) for moment in self.moments}

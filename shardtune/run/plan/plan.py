@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardtune.parallel.cost.shape import Work as FormulaWork
 from shardtune.parallel.cost.time import Machine
 from shardtune.parallel.ranks import num_ranks
 from shardtune.run.choose_worker import worker_class
+from shardtune.run.plan.known_shapes import KnownShapes
 from shardtune.run.plan.rows import Given, Rows, Work, rows_of
 from shardtune.run.plan.simulation import LASTING, Parameters, Simulated, count_parameters, simulate, with_trained_parts
 from shardtune.training.utilisation import UNKNOWN
@@ -171,6 +172,7 @@ class Planner:
         hardware: to plan for.
         rows: the work of a recipe.
         speed: what the rate follows from.
+        known: shapes that were computed for earlier plans.
     """
 
     source: str | None
@@ -179,6 +181,7 @@ class Planner:
     hardware: Hardware
     rows: Rows
     speed: Speed
+    known: KnownShapes = field(default_factory=KnownShapes)
 
     def plan(self, changes: Sequence[str] = ()) -> Plan:
         """The plan of the recipe with further overrides.
@@ -196,7 +199,7 @@ class Planner:
         layout = Layout.of(recipe.actor, hardware.num_ranks)
         adapter.check_layout(layout)
         work = self.rows(recipe, adapter, layout)
-        found, notes = measured(recipe, adapter, layout, work, hardware.on_cuda)
+        found, notes = measured(recipe, adapter, layout, work, on_cuda=hardware.on_cuda, known=self.known)
         notes = [*work.notes, *notes, *_of_quantized(recipe), *_of_fast_parts(recipe)]
         peak = sum(found.memory.values()) if found.memory else 0.0
         reserve = INTERPRETER
@@ -341,10 +344,14 @@ class Memory:
     host: float
 
 
-def measured(recipe: Recipe, adapter: Adapter, layout: Layout, work: Work, on_cuda: bool) -> tuple[Memory, list[str]]:
+def measured(
+    recipe: Recipe, adapter: Adapter, layout: Layout, work: Work, *, on_cuda: bool, known: KnownShapes
+) -> tuple[Memory, list[str]]:
     """The memory of a rank by a step without memory, where that fails by formulas, otherwise unknown."""
     try:
-        found: Simulated = simulate(recipe, adapter, layout, work.batches, work.micro_batches, on_cuda=on_cuda)
+        found: Simulated = simulate(
+            recipe, adapter, layout, work.batches, work.micro_batches, on_cuda=on_cuda, known=known
+        )
     except ShardtuneError:
         raise
     except Exception as problem:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardtune.batch import Batch, PackedBatch
 from shardtune.checkpoint.quantized.read import holds_only
@@ -26,14 +27,15 @@ from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.pretrained import settings_directory
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.optim.build import build_optimizer, check_optimizer
-from shardtune.optim.quantized_state import codes, full_dtype
+from shardtune.optim.low_bit import LowBitOptimizer
+from shardtune.optim.quantized_state import chunks, codes, full_dtype
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.torch_private.processes import open_group_of_one
 from shardtune.parallel.torch_private.recomputation import unchecked_recomputation
-from shardtune.parallel.weights import Weights
+from shardtune.parallel.weights import Weights, local
 from shardtune.run.plan.by_depth import Shallow
 from shardtune.run.plan.known_shapes import KnownShapes
 from shardtune.run.plan.layer_stacks import Stack, cut, stacks_of
@@ -163,6 +165,7 @@ def simulate(
     *,
     on_cuda: bool,
     every_layer: bool = False,
+    known: KnownShapes | None = None,
 ) -> Simulated:
     """Compute a step without memory.
 
@@ -176,6 +179,7 @@ def simulate(
         number: of micro-batches that a rank has in a step.
         on_cuda: whether the ranks have GPUs.
         every_layer: whether all layers are computed, even those that repeat.
+        known: shapes that were computed for other steps; None: none yet.
     """
     with ranks_of(layout) as ranks:
         compute, shares = accumulate, ranks.num_data_ranks * -(-number // len(micro_batches))
@@ -183,7 +187,8 @@ def simulate(
             compute = OfSoleRank(adapter, ranks, shares).accumulate
         names = {name for batch in micro_batches for name in batch.weights}
         sums = {name: shares * sum(batch.weights.get(name, 0.0) for batch in micro_batches) for name in names}
-        step = _Step(recipe, adapter, ranks, micro_batches, partial(compute, denominators=sums), on_cuda)
+        compute = partial(compute, denominators=sums)
+        step = _Step(recipe, adapter, ranks, micro_batches, compute, on_cuda, known or KnownShapes())
         model = with_trained_parts(recipe, adapter)
         parameters, stacks = count_parameters(model), stacks_of(model)
         found = None if every_layer else _from_fewer_layers(step, stacks)
@@ -243,7 +248,7 @@ class _Step:
     micro_batches: Sequence[Batch]
     compute: Accumulate
     on_cuda: bool
-    known: KnownShapes = field(default_factory=KnownShapes)
+    known: KnownShapes
 
     def changes(self, depths: Mapping[str, int]) -> list[Change]:
         """What it allocates and releases, in order.
@@ -345,11 +350,51 @@ def _first_update(ledger: Ledger, weights: Weights, optimizer: torch.optim.Optim
     for parameter in weights.trainable().values():
         parameter.grad = torch.empty_like(parameter, dtype=full_dtype(parameter))
     ledger.label((parameter.grad for parameter in weights.trainable().values()), GRADIENTS)
+    if isinstance(optimizer, LowBitOptimizer):
+        optimizer.chunks = UnlikeChunks(weights.trainable().values())
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
     ledger.label((value for value in states if isinstance(value, torch.Tensor)), MOMENTS)
     weights.copy_masters_to_model()
     weights.zero_gradients()
+
+
+class UnlikeChunks:
+    """The chunks of parameters at which an update's memory may be fullest, in place of all of them.
+
+    Of parameters that are alike the last one is updated, when the states of the others are there. Of its chunks the
+    second one is updated while what the first one took is still held, and those between it and the last are as the
+    second.
+
+    Args:
+        parameters: that are updated, in order.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._left: dict[_Kind, int] = {}
+        wholes: dict[_Kind, set[tuple[object, ...]]] = {}
+        for parameter in parameters:
+            kind = _kind(local(parameter))
+            self._left[kind] = self._left.get(kind, 0) + 1
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            wholes.setdefault(kind, set()).add((parameter.shape, *placements))
+        self._alike = {kind for kind, found in wholes.items() if len(found) == 1}
+
+    def __call__(self, part: torch.Tensor) -> list[tuple[int, int]]:
+        """See `LowBitOptimizer.chunks`; a parameter's part is given once."""
+        kind = _kind(part)
+        self._left[kind] -= 1
+        if self._left[kind] and kind in self._alike:
+            return []
+        found = list(chunks(part))
+        return [*found[:2], *found[2:][-1:]]
+
+
+_Kind = tuple[torch.Size, torch.dtype]
+
+
+def _kind(part: torch.Tensor) -> _Kind:
+    return part.shape, part.dtype
 
 
 def _step(

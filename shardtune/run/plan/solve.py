@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -58,14 +59,21 @@ class Change:
         return {"overrides": self.overrides, "effects": effects, "plan": self.plan.to_dict()}
 
 
-def solve(planner: Planner, plan: Plan) -> list[Change]:
-    """The cheapest changes that fit, at most three; none where the recipe fits.
+def solve(
+    planner: Planner, plan: Plan, computing: Callable[[Sequence[str]], AbstractContextManager[None]] | None = None
+) -> Iterator[Change]:
+    """The cheapest changes that fit, at most three, as they are found; none where the recipe fits.
+
+    Args:
+        planner: of the recipe.
+        plan: of it, unchanged.
+        computing: a context to compute the plan of some overrides in, which takes a few seconds for a large model.
 
     Raises:
         ConfigError: it is not known what would fit.
     """
     if plan.fits:
-        return []
+        return iter(())
     if plan.needed is None or plan.available is None:
         unknown = "the memory of this model" if plan.needed is None else "the memory that a rank has"
         raise ConfigError(
@@ -73,6 +81,12 @@ def solve(planner: Planner, plan: Plan) -> list[Change]:
             where="--solve",
             remedy="leave it out" if plan.needed is None else "give --gpu-memory 80G",
         )
+    return _found(planner, plan, computing or (lambda words: nullcontext()))
+
+
+def _found(
+    planner: Planner, plan: Plan, computing: Callable[[Sequence[str]], AbstractContextManager[None]]
+) -> Iterator[Change]:
     options = list(_options(planner, plan))
     combined = (chosen for number in range(1, 5) for chosen in combinations(options, number))
     found: list[Change] = []
@@ -87,12 +101,13 @@ def solve(planner: Planner, plan: Plan) -> list[Change]:
             continue
         tried += 1
         try:
-            changed = planner.plan(words)
+            with computing(words):
+                changed = planner.plan(words)
         except ShardtuneError:  # this model or number of ranks cannot be changed in this way
             continue
         if changed.fits:
             found.append(Change(chosen, changed))
-    return found
+            yield found[-1]
 
 
 def _consistent(chosen: Sequence[Option]) -> bool:

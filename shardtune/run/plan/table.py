@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardtune.run.plan.plan import Plan
 from shardtune.run.plan.solve import Change
@@ -89,13 +89,12 @@ def _aligned(rows: Sequence[tuple[str, str]], *, right: bool = False) -> Iterato
     yield from (f"{name:<{first}}  {text:>{second}}" for name, text in rows)
 
 
-def change_lines(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
-    """What fits, a few lines each."""
+def change_lines(plan: Plan, changes: Iterable[Change]) -> Iterator[str]:
+    """What fits, a few lines each, as it is found."""
     yield ""
-    if plan.fits:
-        yield "nothing has to change"
-    elif not changes:
-        yield "no change was found that fits: more or larger GPUs are needed"
+    number = 0
     for number, change in enumerate(changes, 1):
         yield f"{number}. {' '.join(change.overrides)}"
         yield f"   {verdict(change.plan)}; {'; '.join(option.effect for option in change.options)}"
+    if not number:
+        yield "nothing has to change" if plan.fits else "no change was found that fits: more or larger GPUs are needed"

@@ -13,6 +13,7 @@ from transformers import Gemma3TextConfig, GptOssConfig, PreTrainedConfig, Qwen3
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextModel
 from transformers.models.whisper.modeling_whisper import WhisperModel
 
+from shardtune.optim.quantized_state import CHUNK, chunks
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.run.plan import plan as planning
 from shardtune.run.plan import simulation
@@ -104,6 +105,34 @@ def test_so_they_do_for_each_kind_of_model(
     name: str, ranks: int, changes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_same_bytes(tmp_path, monkeypatch, name, ranks, *changes)
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("optim.state_dtype=int8",),
+        pytest.param(("optim.state_dtype=bf16", "model.precision=pure_bf16"), marks=pytest.mark.slow),
+        pytest.param(("optim.state_dtype=int8", "optim.weight_decay=0.1", "parallel.tensor=2"), marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_that_are_left_out_change_no_byte(
+    changes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for device in CHUNK:
+        monkeypatch.setitem(CHUNK, device, 400)  # several chunks for each parameter
+    ranks = 2 if "parallel.tensor=2" in changes else 1
+    found = plan_of("dense", tmp_path, ranks, *changes)
+    computed = []
+
+    def every(_: object) -> Any:
+        return lambda part: computed.append(list(chunks(part))) or computed[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(simulation, "UnlikeChunks", every)
+        whole = plan_of("dense", tmp_path, ranks, *changes)
+    assert max(map(len, computed)) > 3
+    assert found.memory == whole.memory
 
 
 @pytest.mark.lengthy

@@ -110,10 +110,11 @@ def test_what_does_not_fit_gets_the_cheapest_changes_that_do(config_alone: Path)
     whole = found.plan()
     assert whole.needed is not None
     assert whole.peak is not None
-    assert solve(replace(found, hardware=replace(found.hardware, memory=2 * whole.needed)), _with(whole, 2.0)) == []
+    enough = replace(found, hardware=replace(found.hardware, memory=2 * whole.needed))
+    assert list(solve(enough, _with(whole, 2.0))) == []
     limit = (whole.needed - 0.25 * whole.peak) / whole.needed
     tight = _with(whole, limit)
-    changes = solve(replace(found, hardware=tight.hardware), tight)
+    changes = list(solve(replace(found, hardware=tight.hardware), tight))
     assert len(changes) == 3
     assert all(change.plan.fits for change in changes)
     costs = [sum(option.cost for option in change.options) for change in changes]
