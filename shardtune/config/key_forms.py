@@ -19,7 +19,7 @@ from shardtune.config.schema import (
     present_key,
 )
 from shardtune.config.shown import as_written
-from shardtune.config.tree import Tree, copied, get_section, take_value
+from shardtune.config.tree import Tree, copied, get_section, get_value, take_value
 from shardtune.errors import ConfigError
 
 
@@ -45,11 +45,17 @@ def at_present_keys(layer: Layer, others: Collection[str]) -> tuple[Layer, list[
     at_long_keys = replace(layer, lines={long_key(name): line for name, line in layer.lines.items()})
     for theirs, ours in OTHER_KEYS.items():
         problems += _move(tree, theirs, ours, at_long_keys)
-    names = [name for name in _names(layer.tree) if _is_no_section(present_key(name))]
-    lines = {present_key(name): line for name, line in layer.lines.items()} | dict(layer.lines)
+    idle = {name for name in _names(layer.tree) if _is_given_elsewhere(layer.tree, name)}
+    names = [name for name in _names(layer.tree) if _is_no_section(present_key(name)) and name not in idle]
+    lines = {present_key(name): line for name, line in layer.lines.items() if name not in idle} | dict(layer.lines)
     named = layer.named if layer.named in others else present_key(layer.named)
     written = {present_key(name): name for name in names if name not in others}
     return replace(layer, tree=tree, lines=lines, named=named, written=written), problems
+
+
+def _is_given_elsewhere(tree: Tree, name: str) -> bool:
+    """Whether a key in the place that other systems have for it is null: then it is no name of the key's value."""
+    return long_key(name) in ALTERNATIVE_KEYS and get_value(tree, name) is None
 
 
 def _take_halos(model: Tree, others: Collection[str]) -> Tree:

@@ -70,6 +70,11 @@ def test_both_forms_are_the_same_recipe_and_are_stored_in_one(load: Callable[...
     again = load(short.to_yaml(as_given=True))  # as ranks get it: their messages name keys in the same way
     assert again == short
     assert again.spelling.of("actor.model.compile") == "model.compile"
+    assert again.spelling.of("actor.micro_batch_size") == "micro_batch_size"  # model.micro_batch_size is null there
+    stored = load(short.to_yaml())
+    assert stored.spelling.of("actor.micro_batch_size") == "actor.micro_batch_size"
+    line = 1 + next(n for n, text in enumerate(short.to_yaml().splitlines()) if text.startswith("  micro_batch_size:"))
+    assert stored.where("micro_batch_size") == f"{tmp_path}/mine.yaml:{line}"
     assert (
         load_recipe(yaml.safe_load(SHORT), files_must_exist=False).optim
         == load_recipe(DictConfig(yaml.safe_load(LONG)), files_must_exist=False).optim
