@@ -53,7 +53,7 @@ def at_present_keys(layer: Layer, others: Collection[str]) -> tuple[Layer, list[
     return replace(layer, tree=tree, lines=lines, named=named, written=written), problems
 
 
-def _is_given_elsewhere(tree: Tree, name: str) -> bool:
+def _is_given_elsewhere(tree: Mapping[str, object], name: str) -> bool:
     """Whether a key in the place that other systems have for it is null: then it is no name of the key's value."""
     return long_key(name) in ALTERNATIVE_KEYS and get_value(tree, name) is None
 

@@ -18,6 +18,7 @@ from shardtune.config.values import FUNCTION_IN_FILE
 from shardtune.data.robot.representation import ENTRY, Representation
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.policy import SETTINGS
+from shardtune.run.caller_settings import recipe_settings
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.identity import FINAL, holds_run
 from shardtune.run.run import Run, load_run
@@ -28,6 +29,7 @@ from shardtune.training.worker.policy_files import POLICY_FILE
 from shardtune.training.worker.run_context import RunContext, silent
 
 
+@recipe_settings()
 def load_policy(
     target: str | Path,
     *,
@@ -99,6 +101,7 @@ class PolicyDirectory(Run):
         require_consent(recipe, self._trust, self.dir / POLICY_FILE)
         return recipe
 
+    @recipe_settings()
     def worker(
         self, checkpoint: str = "final", *overrides: str, eval_data: object = None, episodes_dir: Path | None = None
     ) -> FSDPSftWorker:

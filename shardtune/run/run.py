@@ -23,7 +23,7 @@ from shardtune.data.messages import ROLES
 from shardtune.data.sources.inference_rows import InferenceRows
 from shardtune.errors import CheckpointError, ConfigError, DataError
 from shardtune.evaluate.generate import Sampling
-from shardtune.run.caller_settings import recipe_settings
+from shardtune.run.caller_settings import in_recipe_settings, recipe_settings
 from shardtune.run.choose_worker import Objects, make_worker, worker_class
 from shardtune.run.directory import check_writable, load_config, no_run
 from shardtune.run.evaluation_notes import notes_on_overrides
@@ -103,6 +103,7 @@ class Run:
             require_consent(recipe, self._trust, self.dir / CONFIG)
         return recipe
 
+    @recipe_settings()
     def worker(
         self, checkpoint: str = "final", *overrides: str, eval_data: object = None, episodes_dir: Path | None = None
     ) -> FSDPSftWorker:
@@ -161,6 +162,7 @@ class Run:
                 warnings.warn(note, stacklevel=2)
             return evaluation_method(worker)()
 
+    @recipe_settings()
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[Mapping[str, object]]],
@@ -242,6 +244,7 @@ class Run:
         ]
         return worker.generator().answers(encoded, sampling)
 
+    @recipe_settings()
     def predict(
         self, rows: Sequence[Mapping[str, Any]], *, checkpoint: str = "final", prepared: bool = False
     ) -> list[dict[str, Any]]:
@@ -277,7 +280,8 @@ class Run:
 
         A row that `data.transform` drops is left out; `report` receives a line with their count.
         """
-        return predict(self.worker(checkpoint, *NO_EVALUATION), rows, prepared=prepared, report=report)
+        worker = self.worker(checkpoint, *NO_EVALUATION)
+        return in_recipe_settings(predict(worker, rows, prepared=prepared, report=report))
 
     def rows_as_trained(self, *, prepared: bool = False) -> InferenceRows:
         """How the run read a row before it was encoded: by `data.transform`, then `data.columns`.
@@ -291,6 +295,7 @@ class Run:
         """
         return InferenceRows.of(self.executable_recipe().data, prepared=prepared)
 
+    @recipe_settings()
     def policy(
         self,
         checkpoint: str = "final",
@@ -312,6 +317,7 @@ class Run:
         worker = self.worker(checkpoint, *NO_EVALUATION)
         return acting_policy(worker, self.recipe.eval, action_steps, temporal_ensembling)
 
+    @recipe_settings()
     def export(
         self,
         to: str | Path,

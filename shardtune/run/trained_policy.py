@@ -22,6 +22,7 @@ from shardtune.models.action.vision_language_action import VisionLanguageAction
 from shardtune.models.policies.features import camera_of
 from shardtune.models.policies.flow_matching import FlowPolicy
 from shardtune.models.policies.policy import Policy
+from shardtune.run.caller_settings import recipe_settings
 from shardtune.training.worker.adapter_task import root_of
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
@@ -78,6 +79,7 @@ class TrainedPolicy:
         self._chunks.reset()
         self._history.reset()
 
+    @recipe_settings()
     def select_action(self, observation: Mapping[str, Any]) -> np.ndarray:
         """The next action, float32 [A] in the units of the training data.
 
@@ -95,14 +97,17 @@ class TrainedPolicy:
             self._chunks.add(self._predicted([seen])[0])
         return self._chunks.take()
 
+    @recipe_settings()
     def predict_action_chunk(self, observation: Mapping[str, Any]) -> np.ndarray:
         """The next C actions after an observation alone, float32 [C, A]; what `select_action` has left stays."""
         return self.predict_action_chunks([observation])[0]
 
+    @recipe_settings()
     def predict_action_chunks(self, observations: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """The next C actions of each of several observations, float32 [observations, C, A], in one batch."""
         return self._predicted([ObservationHistory(self._steps).see(checked_observation(one)) for one in observations])
 
+    @recipe_settings()
     def value(self, observation: Mapping[str, Any]) -> float:
         """The return that the model expects after an observation alone.
 
@@ -111,6 +116,7 @@ class TrainedPolicy:
         """
         return float(self.values([observation])[0])
 
+    @recipe_settings()
     def values(self, observations: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """The returns that the model expects after each of several observations, float32 [observations]."""
         if self._valuation is None:

@@ -18,6 +18,7 @@ import torch
 from shardtune.config.user_code import check_call, load_function, named_errors
 from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_settings import restored
 
 KEY = "runner.callbacks"
 
@@ -322,11 +323,10 @@ def undisturbed() -> Iterator[None]:
     """Restore, after user code has run, the global state that this process's numerics depend on."""
     python, numbers, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    grad, dtype, threads = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    grad, threads, device = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_device()
     try:
-        yield
+        with restored():
+            yield
     finally:
         random.setstate(python)
         np.random.set_state(numbers)
@@ -334,7 +334,7 @@ def undisturbed() -> Iterator[None]:
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
         torch.set_grad_enabled(grad)
-        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)

@@ -9,7 +9,7 @@ import torch
 
 import shardtune
 from shardtune.run import caller_settings
-from shardtune.run.caller_settings import recipe_settings
+from shardtune.run.caller_settings import in_recipe_settings, recipe_settings
 from tests.support.tiny_run import Tiny, lines, make_tiny
 
 
@@ -20,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture
 def _double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(caller_settings, "_set_by_code", None)
+    monkeypatch.setattr(caller_settings, "_set_by_code", {})
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -37,10 +37,13 @@ def test_settings_of_the_script_do_not_change_a_run(tiny: Tiny) -> None:
         assert torch.is_autocast_enabled("cpu")
         with pytest.warns(UserWarning, match=unused):
             found = run.evaluate()
+        with pytest.warns(UserWarning, match=unused):
+            answers = run.generate(["say 3", "say 9"], max_new_tokens=8, temperature=1.0)
     assert torch.get_default_dtype() == torch.float64
     torch.set_default_dtype(torch.float32)
     plain = shardtune.train(tiny.recipe("plain", **given))
     assert lines(run.dir) == lines(plain.dir)
+    assert plain.generate(["say 3", "say 9"], max_new_tokens=8, temperature=1.0) == answers
     with pytest.warns(UserWarning, match=r"optim\.lr has no effect in an evaluation"):
         assert plain.evaluate("final", "optim.lr=1") == found
 
@@ -53,3 +56,32 @@ def test_a_default_dtype_of_the_recipes_own_code_stays(recwarn: pytest.WarningsR
     with recipe_settings():
         assert torch.get_default_dtype() == torch.float64
     assert not recwarn
+
+
+@pytest.fixture
+def _lowered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(caller_settings, "_set_by_code", {})
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("_lowered")
+def test_lower_precision_and_a_default_device_of_the_script_stay_outside() -> None:
+    unused = r"precision of fp32 products \(TF32, bf16\) and the default device meta of this process have no effect"
+    items = in_recipe_settings((torch.get_float32_matmul_precision(), torch.zeros(1).device.type) for _ in range(1))
+    with torch.device("meta"):
+        with pytest.warns(UserWarning, match=unused):
+            assert next(items) == ("highest", "cpu")
+        assert torch.zeros(1).is_meta
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.usefixtures("_double")
+def test_each_item_is_computed_with_the_recipes_settings() -> None:
+    items = in_recipe_settings(torch.zeros(1).dtype for _ in range(2))
+    with pytest.warns(UserWarning, match="default dtype"):
+        assert next(items) == torch.float32
+    assert torch.get_default_dtype() == torch.float64
+    with pytest.warns(UserWarning, match="default dtype"):
+        assert [*items] == [torch.float32]

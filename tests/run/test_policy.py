@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -103,6 +104,18 @@ def test_actions_come_from_a_queue(own: shardtune.Run) -> None:
     normal = (weights["weight"] @ state + weights["bias"]).reshape(2, 3)
     low, high = (np.array(saved["actions"][name]) for name in ("min", "max"))
     np.testing.assert_allclose(chunk, (normal + 1) / 2 * (high - low) + low, rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_of_the_script_does_not_change_an_action(own: shardtune.Run) -> None:
+    expected = own.policy().predict_action_chunk(SEEN)
+    unused = r"torch\.autocast of this process has no effect"
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(UserWarning, match=unused):
+            policy = shardtune.load_policy(own.dir)
+        with pytest.warns(UserWarning, match=unused):
+            assert np.array_equal(policy.select_action(SEEN), expected[0])
+        with pytest.warns(UserWarning, match=unused):
+            assert np.array_equal(policy.predict_action_chunks([SEEN])[0], expected)
 
 
 @contextmanager

@@ -47,6 +47,9 @@ class Recorder:
         torch.manual_seed(event.step)
         torch.set_grad_enabled(False)
         torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cudnn.benchmark = True
         if f"{{event.method}} {{event.step}}" in self.fails:
             raise RuntimeError("no network")
         names = self.asks.get(f"{{event.method}} {{event.step}}")
@@ -136,6 +139,8 @@ def test_events_come_in_order_and_change_no_number(plain: Tiny, tmp_path: Path) 
         ["on_train_end", 8, "global_step_8", True],
     ]
     assert torch.is_grad_enabled()
+    assert torch.get_default_device().type == "cpu"
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == ("highest", False)
     assert_as_plain(plain, "told")
 
 

@@ -667,6 +667,8 @@ def test_rows_are_read_as_in_training(adapted: shardtune.Run, tmp_path: Path):
     """`data.transform` and `data.columns` of the recipe; rows without targets may lack a column."""
     expected = adapted.predict(SEEN[:1])
     assert adapted.predict(SEEN[:1], prepared=True) == expected
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match=r"torch\.autocast of this process"):
+        assert adapted.predict(SEEN[:1]) == expected
     with pytest.raises(DataError, match=r"data\.transform drops 1 of 2 rows"):
         adapted.predict([SEEN[0], {"text": "drop me"}])
     file = write(tmp_path / "rows.jsonl", [{"text": "drop me"}, {"text": "red cat", "number": 3}])
