@@ -6,11 +6,11 @@ import difflib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Flag
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from shardtune.config.user_code import check_call, load_function, named_errors
 from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private.operations import TorchDispatchMode
 from shardtune.parallel.torch_settings import restored
 
 KEY = "runner.callbacks"
@@ -34,9 +35,9 @@ class Ask(Flag):
 NOTHING = Ask(0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Event:
-    """The fields of every event.
+    """The fields of every event, without slots: with them Python names no field that is set.
 
     Attributes:
         step: optimizer steps done.
@@ -53,7 +54,7 @@ class Event:
     run_dir: Path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainStart(Event):
     """Before the first step of this process.
 
@@ -66,7 +67,7 @@ class TrainStart(Event):
     resumed_from: Path | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepEnd(Event):
     """After a step, before the evaluation and the checkpoint that may follow it.
 
@@ -82,7 +83,7 @@ class StepEnd(Event):
     updated: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Evaluated(Event):
     """After an evaluation.
 
@@ -95,7 +96,7 @@ class Evaluated(Event):
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Saved(Event):
     """Once a checkpoint is complete on the disk; `step` is the checkpoint's.
 
@@ -110,7 +111,7 @@ class Saved(Event):
     best: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RolledBack(Event):
     """After a rollback (`runner.on_nonfinite`, `runner.on_spike`); `step` is that of the checkpoint.
 
@@ -127,7 +128,7 @@ class RolledBack(Event):
     undone: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainEnd(Event):
     """After the last step and its checkpoint, before `final/` is written; not when a run is interrupted.
 
@@ -276,7 +277,7 @@ class Callbacks:
         requested, failure = NOTHING, None
         if self._ranks.is_main:
             try:
-                with undisturbed():
+                with undisturbed(), RankAlone() if self._ranks.world_size > 1 else nullcontext():
                     requested = action()
             except ShardtuneError as error:
                 failure = CallbackError(error.what, where=error.where, remedy=error.remedy)
@@ -316,6 +317,19 @@ def _check_answer(answer: object, found: CallbackClass, event: Event) -> None:
         where=f"{KEY}: {found.spec}",
         remedy=f"return {may}",
     )
+
+
+class RankAlone(TorchDispatchMode):
+    """Refuse collectives inside: the other ranks would take them for one of their own, or never come to them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace.lstrip("_").startswith("c10d"):
+            raise RuntimeError(
+                f"callbacks are called on rank 0 alone, so no other rank takes part in a collective ({func})"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

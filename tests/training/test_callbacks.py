@@ -20,6 +20,7 @@ import shardtune
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.errors import CheckpointError, ConfigError, Interrupted
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private.processes import open_group_of_one
 from shardtune.training.callbacks import Ask, CallbackError, Callbacks, StepEnd, TrainEnd, load_callbacks
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, train_on_ranks
 
@@ -370,11 +371,27 @@ def test_a_constructor_that_fails_and_an_exit_are_named_too(tmp_path: Path) -> N
 
 
 def test_nothing_in_an_event_can_be_changed() -> None:
-    for name in ("step", "metrics", "run_dir"):
+    for name in ("step", "metrics", "run_dir", "another"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(STEP_END, name, None)
     with pytest.raises(TypeError):
         STEP_END.metrics["train/loss"] = 0.0  # pyright: ignore[reportIndexIssue]
+
+
+@pytest.mark.parametrize("body", ["all_reduce(torch.ones(()))", "broadcast_object_list([1])", "barrier()"])
+def test_a_collective_on_rank_0_alone_is_refused(tmp_path: Path, body: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"import torch, torch.distributed\nclass Mine:\n  def on_step_end(self, event):\n    torch.distributed.{body}\n"
+    )
+    callbacks = Callbacks(load_callbacks([f"{file}:Mine"]), Ranks(0, 2, torch.device("cpu")))
+    callbacks.make()
+    open_group_of_one(2)
+    try:
+        with pytest.raises(CallbackError, match=r"on rank 0 alone(?s:.*)mine\.py:4"):
+            callbacks.tell(STEP_END)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def seed_all(seed: int) -> None:
