@@ -113,7 +113,11 @@ class CheckpointStore:
     def best(self) -> Path | None:
         """The best checkpoint under its own name, None where none was marked."""
         best = pointed_to(self.folder / "best")
-        return best if best is not None and fault_of(best) is None else None
+        while best is not None and fault_of(best) is not None:
+            found, best = best, pointed_to(self.folder / "best")
+            if best == found:  # otherwise a run in progress has found a better one, and removed that
+                return None
+        return best
 
     def lost(self) -> dict[str, str]:
         """Of `latest` and `best` those that name a checkpoint which is not there, and its name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,9 @@ class Run:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
             recipe = with_found(recipe, self.dir)
             worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
-            _require_there(weights)
-            require_sound(damage_on_ranks(weights, worker.ranks), weights, "take another: --checkpoint N")
-            worker.setup_evaluation(weights, context)
+            with _still_there(weights):
+                require_sound(damage_on_ranks(weights, worker.ranks), weights, "take another: --checkpoint N")
+                worker.setup_evaluation(weights, context)
             return worker
         if not path.is_dir():
             raise CheckpointError(
@@ -400,18 +401,23 @@ class Run:
         (directory / CARD).write_text(card, encoding="utf-8")
 
 
-def _require_there(checkpoint: Path) -> None:
-    """Refuse a checkpoint that a run in progress has removed since it was found.
+@contextmanager
+def _still_there(checkpoint: Path) -> Iterator[None]:
+    """Say of a checkpoint that cannot be read that a run in progress has removed it since it was found, if it has.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: it is not there any longer.
     """
-    if not checkpoint.is_dir():
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        if checkpoint.is_dir():
+            raise
         raise CheckpointError(
             f"{checkpoint.name} has been removed since: a run in progress keeps its last checkpoints alone",
             where=str(checkpoint),
             remedy="run the command again, which takes the newest then; runner.keep_last keeps more of them",
-        )
+        ) from error
 
 
 def _export_target(named: Path) -> tuple[Path, str]:

@@ -14,6 +14,7 @@ import pytest
 import xxhash
 
 from shardtune.checkpoint import atomic, state_file
+from shardtune.checkpoint import store as store_module
 from shardtune.checkpoint.checksums import add_checksums
 from shardtune.checkpoint.state_file import read_state
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
@@ -126,6 +127,23 @@ def test_files_of_ranks_are_looked_at_once_and_synced_by_those_who_wrote_them(
     assert damage(store.path(2), 0, 5) | damage(store.path(2), 1, 5) == {}
     found = [damage(store.path(2), rank, 5) for rank in range(5)]
     assert [each for each in found if each] == [{"shard-4": "is missing"}], "by the rank that verifies it"
+
+
+def test_the_best_is_found_while_a_run_exchanges_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    save(store, 1, best=True)
+    pointed_to = store_module.pointed_to
+
+    def exchanging(pointer: Path) -> Path | None:
+        found = pointed_to(pointer)
+        if pointer.name == "best" and found == store.path(1):  # the run goes on after its name was read
+            monkeypatch.setattr(store_module, "pointed_to", pointed_to)
+            save(store, 2, best=True)
+            store.prune()
+        return found
+
+    monkeypatch.setattr(store_module, "pointed_to", exchanging)
+    assert store.best() == store.path(2)
 
 
 def test_best_is_swapped_and_never_written_in_place(tmp_path: Path) -> None:

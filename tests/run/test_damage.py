@@ -254,16 +254,18 @@ def test_what_killed_exports_left_is_removed_by_the_next_one(tmp_path: Path, mon
     assert {path.name for path in tmp_path.iterdir()} == {".out.tmp-notes", ".other.tmp-0123abcd"}
 
 
+@pytest.mark.parametrize("after", ["make_worker", "damage_on_ranks"])
 def test_a_checkpoint_that_a_run_removes_while_it_is_exported_is_not_said_to_be_damaged(
-    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    make_worker = run_module.make_worker
+    found = getattr(run_module, after)
 
     def removing(*given: object, **named: object) -> object:
+        value = found(*given, **named)
         shutil.rmtree(stopped / "checkpoints/global_step_2")
-        return make_worker(*given, **named)
+        return value
 
-    monkeypatch.setattr(run_module, "make_worker", removing)
+    monkeypatch.setattr(run_module, after, removing)
     with pytest.raises(CheckpointError, match=r"global_step_2 has been removed since(?s:.*)command again"):
         shardtune.load_run(stopped).export(tmp_path / "exported", checkpoint="2")
     assert not (tmp_path / "exported").exists()
