@@ -150,7 +150,8 @@ class Callback:
     on all ranks at the next opportunity: an evaluation after the step that has just ended, a checkpoint after that
     evaluation, a stop before the next step; a request made later than that, after the next step. Callbacks cannot
     change numerics: random state, grad mode and the like are restored after each call. An exception ends the run after
-    a checkpoint is written, and the same command continues from there.
+    a checkpoint is written, and the same command continues from there. Attributes of a callback are in no checkpoint: a
+    resumed run makes its callbacks anew.
     """
 
     def on_train_start(self, event: TrainStart) -> Ask | None:
