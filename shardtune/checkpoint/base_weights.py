@@ -17,6 +17,8 @@ from shardtune.parallel.ranks import Ranks
 
 AT_ONCE = 1 << 22
 """Values that are summed at once, so that no whole tensor is copied."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of a value."""
 
 
 def part_of(target: BaseTensor, full: torch.Tensor) -> torch.Tensor:
@@ -76,6 +78,15 @@ def _is_first_copy(parameter: DTensor) -> bool:
     return first and not any(
         at for at, placement in zip(place, parameter.placements, strict=True) if placement.is_replicate()
     )
+
+
+def own_bits(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's values in their own dtype, read as integers: another one where a value has changed."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    total, width = 0, INTEGERS[tensor.element_size()]
+    for piece in tensor.contiguous().view(-1).split(AT_ONCE):
+        total += int(piece.view(width).sum(dtype=torch.int64))
+    return total
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> int:

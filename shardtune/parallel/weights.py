@@ -264,6 +264,11 @@ class Weights:
         """This rank's parts of parameters and persistent buffers by name, as they lie in memory."""
         return {name: local(tensor.detach()) for name, tensor in self._own().items()}
 
+    def left_out_parts(self) -> dict[str, torch.Tensor]:
+        """This rank's parts of what checkpoints leave out, as it is loaded from where training starts, by name."""
+        left_out = self._excluded_from_checkpoint
+        return {name: local(p.detach()) for name, p in self._computed.items() if name in left_out}
+
     def copy_buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the persistent buffers, for `restore_buffers`."""
         return {name: buffer.clone() for name, buffer in self._buffers.tensors().items()}

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from shardtune.batch import Batch
+from shardtune.checkpoint.base_weights import own_bits
 from shardtune.data.checksum import checksum
 from shardtune.data.loader.protocol import MicroBatch, Step
 from shardtune.data.user_loader.batch import UserBatch, fingerprint
@@ -66,6 +67,7 @@ class Recorder:
         self._contents: list[dict[str, object]] = []
         self._skipped = 0
         self._before: Mapping[str, str] = {}
+        self._frozen = self._frozen_bits()
         self.follow()
 
     def follow(self) -> None:
@@ -84,13 +86,16 @@ class Recorder:
         step = self._worker.step
         if self._file is not None:
             exact = {name: float(value).hex() for name, value in metrics.items() if not name.startswith(MEASURED)}
-            line = {
+            line: dict[str, object] = {
                 "step": step,
                 "ranks": self._worker.ranks.world_size,
                 **self._taken(),
                 "metrics": exact,
                 "drawn": self._drawn(),
             }
+            changed = self._changed()
+            if changed:
+                line["changed"] = changed
             self._before = _generators()
             with self._file.open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
@@ -124,6 +129,16 @@ class Recorder:
         self._steps, self._skipped = ([last], left) if left else ([], 0)
         self._contents = self._contents[end - left :] if left else []
         return line
+
+    def _frozen_bits(self) -> dict[str, int]:
+        """A sum of each frozen weight that no checkpoint holds; nothing where nothing is recorded."""
+        parts = self._worker.weights.left_out_parts() if self._file is not None else {}
+        return {name: own_bits(part) for name, part in parts.items()}
+
+    def _changed(self) -> list[str]:
+        """The frozen weights that the step has changed, though none may."""
+        before, self._frozen = self._frozen, self._frozen_bits()
+        return sorted(name for name, bits in self._frozen.items() if bits != before.get(name, bits))
 
     def _drawn(self) -> dict[str, str]:
         """The generators that the step drew from, and the state in which it found each."""

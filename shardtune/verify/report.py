@@ -30,13 +30,17 @@ def show(report: Report, console: Console | None = None) -> None:
     screen.print(table)
     for result in report.failures:
         screen.print(Text(str(result)), soft_wrap=True)
+    for note in report.notes:
+        screen.print(Text(f"note: {note}"), soft_wrap=True)
     screen.print(Text(summary(report)))
 
 
 def as_json(report: Report) -> str:
     """The results as one JSON object."""
     results = [asdict(result) for result in report.results]
-    return json.dumps({"subject": report.subject, "passed": report.passed, "results": results}, indent=2)
+    return json.dumps(
+        {"subject": report.subject, "passed": report.passed, "results": results, "notes": list(report.notes)}, indent=2
+    )
 
 
 def summary(report: Report) -> str:

@@ -63,11 +63,13 @@ class Report:
         subject: what was checked, as it was named.
         results: in the order of the checks.
         seconds: that all took which ran side by side; None: they ran one after another.
+        notes: what the results do not cover, a sentence each.
     """
 
     subject: str
     results: Sequence[Result]
     seconds: float | None = None
+    notes: Sequence[str] = ()
 
     @property
     def failures(self) -> list[Result]:

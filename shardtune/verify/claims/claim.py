@@ -14,6 +14,7 @@ from shardtune.config import Recipe
 from shardtune.errors import Interrupted
 from shardtune.launch.signals import listening
 from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.verify.claims.short_recipe import notes_on
 from shardtune.verify.claims.short_runs import ShortRuns
 from shardtune.verify.result import Failed, Report, Result, Skipped
 
@@ -81,7 +82,7 @@ def check_claims(
         finally:
             runs.close()  # first: threads wait for these processes
             threads.shutdown(cancel_futures=True)
-    return Report(title, results, time.monotonic() - began)
+    return Report(title, results, time.monotonic() - began, notes_on(recipe))
 
 
 def _checked(claim: Claim, *, runs: ShortRuns) -> Result:

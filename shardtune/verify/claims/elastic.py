@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from shardtune.verify.claims.evidence import LOSS, NORM, first_difference, largest_gap
+from shardtune.verify.claims.evidence import LOSS, NORM, first_difference, largest_gap, require_frozen
 from shardtune.verify.claims.exact import CLOSE
 from shardtune.verify.claims.ground import Ground, ground_of
 from shardtune.verify.claims.parity import in_steps, sensitive
@@ -58,6 +58,8 @@ def _changed(runs: ShortRuns, changes: Mapping[str, object], first: int, then: i
 def _require_same(one: ShortRun, other: ShortRun, ground: Ground, what: str) -> float:
     """Refuse runs that part; returns the largest difference."""
     base = f"{one.recipe.runner.nproc_per_node} rank{'s' if one.recipe.runner.nproc_per_node > 1 else ''}"
+    for run, name in ((one, base), (other, what)):
+        require_frozen(run.evidence, f"the run on {name}")
     found = first_difference(one.evidence, other.evidence, close=CLOSE)
     if found is not None:
         rows = found.what not in (LOSS, NORM) and not found.what.startswith("train/")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.verify.result import Skipped
+from shardtune.verify.result import Failed, Skipped
 
 Place = tuple[int, int]
 """A position in the data: epoch and rows consumed."""
@@ -41,6 +41,7 @@ class StepRecord:
         drawn: of each rank, the generators that the step drew from and that no run seeds by step, with a digest of the
             state in which it found each.
         loader_steps: the steps of the loader that it took; None where a worker's own `run_training` took a part of one.
+        changed: the frozen weights, which no checkpoint holds, that it changed on some rank.
     """
 
     number: int
@@ -51,6 +52,7 @@ class StepRecord:
     metrics: Mapping[str, str]
     drawn: tuple[Mapping[str, str], ...]
     loader_steps: int | None = 1
+    changed: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -112,6 +114,30 @@ class Difference:
     step: int
     what: str
     text: str
+
+
+def require_frozen(evidence: Evidence, what: str) -> None:
+    """Refuse a run that changed a frozen weight.
+
+    Args:
+        evidence: of the run.
+        what: is this run, for the message.
+
+    Raises:
+        Failed: with the first such step and weight.
+    """
+    for step in evidence.steps:
+        if step.changed:
+            first, *others = step.changed
+            more = f" and {len(others)} more" if others else ""
+            raise Failed(
+                f"{what} changes a weight that is frozen, in step {step.number}: {first}{more}; no checkpoint holds "
+                "it, so a resumed run has it as it was",
+                where=f"step {step.number}: {first}",
+                remedy="look for code of yours that writes to weights; what is to be trained is left out of "
+                "actor.model.freeze, or named in actor.model.lora.modules_to_save; let what a step changes otherwise, "
+                "as a running mean of weights, be a persistent buffer, which checkpoints hold",
+            )
 
 
 def read_evidence(folder: Path) -> Evidence:
@@ -176,7 +202,12 @@ def _joined(parts: Sequence[Mapping[str, object]]) -> StepRecord:
         metrics,
         tuple(dict(_mapping(part["drawn"])) for part in parts),
         taken,
+        tuple(sorted({name for part in parts for name in _names(part.get("changed"))})),
     )
+
+
+def _names(found: object) -> list[str]:
+    return found if isinstance(found, list) else []
 
 
 def _micro_batches(part: Mapping[str, object]) -> Iterator[MicroBatch]:

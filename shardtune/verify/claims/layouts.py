@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardtune.config import LoraConfig, Recipe
 from shardtune.config.tree import get_value
 from shardtune.errors import ConfigError
+from shardtune.verify.claims.evidence import require_frozen
 from shardtune.verify.claims.ground import ONE_PROCESS, Ground, comparable_ground_of
 from shardtune.verify.claims.numbers import Recorded, run_gaps
 from shardtune.verify.claims.parity import in_steps, on_ranks
@@ -149,6 +150,8 @@ def check_layouts(runs: ShortRuns) -> str:
     simple = runs.new("simple", {**ground.changes, **_simplest(ground)}, ranks=1)
     exact = [ground.exact_run(ranks) for ranks in ground.ranks]
     simple, *made = runs.several([simple, *exact, *(_rounded(ground, own) if own != "fp64" else [])])
+    for run in (simple, *made[: len(exact)]):
+        require_frozen(run.evidence, f"the run on {on_ranks([run.recipe.runner.nproc_per_node])}")
     worst = max(_require_simple(ground, simple, run) for run in made[: len(exact)])
     layouts = [switch.name for switch in _active(ground, max(ground.ranks))]
     text = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardtune.verify.claims.evidence import LOSS, NORM
+from shardtune.verify.claims.evidence import LOSS, NORM, require_frozen
 from shardtune.verify.claims.exact import CLOSE
 from shardtune.verify.claims.ground import Ground, comparable_ground_of
 from shardtune.verify.claims.numbers import Numbers, Recorded, first_over, gaps, largest
@@ -38,6 +38,7 @@ def check_parity(runs: ShortRuns) -> str:
 
 def _require_plain(ground: Ground, run: ShortRun) -> float:
     """Refuse a run that parts from the plain one; returns the largest difference."""
+    require_frozen(run.evidence, f"the run on {on_ranks([run.recipe.runner.nproc_per_node])}")
     found = list(gaps(ground.plain(), Recorded(run), least=run.recipe.actor.optim.lr))
     if largest(found) <= CLOSE:
         return largest(found)

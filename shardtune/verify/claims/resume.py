@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardtune.verify.claims.checkpoints import tensor_difference
-from shardtune.verify.claims.evidence import Evidence, first_difference, generators_apart
+from shardtune.verify.claims.evidence import Evidence, first_difference, generators_apart, require_frozen
 from shardtune.verify.claims.short_runs import Attempt, ShortRun, ShortRuns, stopped
 from shardtune.verify.result import Failed, Skipped
 
@@ -68,6 +68,8 @@ def require_same(whole: ShortRun, other: ShortRun, steps: int, what: str) -> Non
     Raises:
         Failed: with the first step, and the first number or tensor that differ.
     """
+    require_frozen(whole.evidence, "the uninterrupted run")
+    require_frozen(other.evidence, what)
     found = first_difference(whole.evidence, other.evidence)
     if found is not None:
         drawn = generators_apart(whole.evidence, other.evidence, found.step)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.config import Recipe, load_recipe
-from shardtune.config.tree import set_value
+from shardtune.config.tree import get_value, set_value
 
 STEPS = 6
 """Optimizer steps of a shortened run, unless `--steps` gives another number."""
@@ -45,6 +45,18 @@ ALONE: Mapping[str, object] = {
     "eval.environment": None,
 }
 """What a shortened run sets: it saves after each step, evaluates nothing and reports nowhere."""
+
+
+OF_USERS = ("runner.callbacks", "eval.metrics", "eval.environment")
+"""The keys of `ALONE` that name code of the user's."""
+
+
+def notes_on(recipe: Recipe) -> list[str]:
+    """A sentence about code of the user's that no shortened run calls; nothing where there is none."""
+    values = recipe.to_dict()
+    given = {key: value for key in OF_USERS if (value := get_value(values, key))}
+    named = [f"{key} ({', '.join(v) if isinstance(v, list) else v})" for key, v in given.items()]
+    return [f"the shortened runs do not call {', '.join(named)}"] if named else []
 
 
 def shortened(

@@ -60,6 +60,17 @@ class DrawsInTheLoss(SFTWorker):
         return scaled(super().get_train_model_output(batch), 1.0 + float(torch.rand(())))
 
 
+class WritesToFrozen(SFTWorker):
+    """Changes a weight that is not trained, in the last steps."""
+
+    def run_training(self):
+        metrics = super().run_training()
+        if self.step > 1:
+            frozen = [p for p in self.inner_model.parameters() if not p.requires_grad]
+            frozen[-1].data.mul_(1.5)
+        return metrics
+
+
 class MeanOfTheRank(SFTWorker):
     """Divides by the number of the micro-batch's own targets."""
 

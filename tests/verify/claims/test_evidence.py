@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.verify.claims.evidence import NORM, MicroBatch, StepRecord, first_difference, read_evidence
-from shardtune.verify.result import Skipped
+from shardtune.verify.claims.evidence import (
+    NORM,
+    MicroBatch,
+    StepRecord,
+    first_difference,
+    read_evidence,
+    require_frozen,
+)
+from shardtune.verify.result import Failed, Skipped
 
 
 def step(*ranks: list[list[int]], rows: tuple[int, ...] = (4, 7, 9)) -> StepRecord:
@@ -80,3 +87,11 @@ def test_updates_of_a_part_of_a_step_are_none_that_were_computed_again(tmp_path:
     found = read_evidence(tmp_path)
     assert [(one.number, one.rows, one.loader_steps) for one in found.steps] == [(1, (5,), None), (2, (7,), None)]
     assert list(found.again) == [2]
+
+
+def test_a_frozen_weight_that_one_rank_changes_is_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        changed = json.loads(line(2, rank, 2)) | ({"changed": ["a.weight", "b.weight"]} if rank else {})
+        (tmp_path / f"rank{rank}.jsonl").write_text(line(1, rank, 2) + json.dumps(changed) + "\n")
+    with pytest.raises(Failed, match=r"the run changes a weight that is frozen, in step 2: a\.weight and 1 more"):
+        require_frozen(read_evidence(tmp_path), "the run")

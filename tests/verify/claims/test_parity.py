@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from shardtune.models import causal_lm
 from shardtune.optim.build import rate_factor
 from shardtune.verify.claims import plain_loop, plain_run
 from shardtune.verify.claims.dropout import PLUGIN, drops, parts_drop, without_dropout
+from shardtune.verify.claims.layouts import check_layouts
 from shardtune.verify.claims.numbers import weight_gap
 from shardtune.verify.claims.parity import check_parity
 from shardtune.verify.result import Failed, Skipped
@@ -126,6 +127,17 @@ def test_an_optimizer_that_decays_norms_is_found(tiny: Tiny, tmp_path: Path, mon
     with pytest.raises(Failed, match=r"the weight .*norm.* of its size away") as failure:
         check_parity(runs_of(tiny.recipe("decayed"), tmp_path, steps=1))
     assert "gradients agree and weights do not" in failure.value.remedy
+
+
+@pytest.mark.parametrize("check", [check_parity, check_layouts])
+def test_a_frozen_weight_that_is_written_to_is_found(tiny: Tiny, tmp_path: Path, check: Callable[..., str]) -> None:
+    """In the last step, after which no loss shows it."""
+    keys = {"actor__worker": f"{PLANTED / 'workers.py'}:WritesToFrozen", "actor__model__freeze": ["layers.0"]}
+    with pytest.raises(
+        Failed, match=r"on 1 rank changes a weight that is frozen, in step 2: model\.layers\.0\."
+    ) as seen:
+        check(runs_of(tiny.recipe("frozen", **keys), tmp_path))
+    assert "actor.model.freeze" in seen.value.remedy
 
 
 def test_an_adapter_trains_as_its_own_loss_row_by_row(tmp_path: Path) -> None:
