@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from shardtune.models.adapter import Adapter
 from shardtune.models.causal_lm import CausalLM
@@ -17,6 +18,8 @@ RANDOM = ("drop", "jitter")
 """Parts of the names of settings of transformers' configs that make a forward random in training."""
 DEPTH = ("DropPath", "StochasticDepth")
 """Ends of the names of layers that leave out branches of rows in training: transformers', timm's, torchvision's."""
+LAYERS = "layerdrop"
+"""In the names of settings by which whole layers are left out in training, of modules or of their configs."""
 PLUGIN = "shardtune.verify.claims.no_dropout"
 """A recipe's plugin that switches it off in a whole process."""
 
@@ -24,11 +27,31 @@ PLUGIN = "shardtune.verify.claims.no_dropout"
 def drops(model: nn.Module) -> bool:
     """Whether a model has layers that drop."""
     dropout = any(isinstance(module, DropoutBase) and module.p for module in model.modules())
-    return dropout or any(_is_depth(module) for module in model.modules())
+    return dropout or any(_is_depth(module) or _layer_settings(module) for module in model.modules())
 
 
 def _is_depth(module: nn.Module) -> bool:
     return type(module).__name__.endswith(DEPTH)
+
+
+def _layer_settings(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """The attributes by which a module leaves out layers, each with the object's attributes that has it."""
+    own, config = vars(module), vars(module).get("config")
+    holders = [own, vars(config)] if isinstance(config, PretrainedConfig) else [own]
+    return [
+        (holder, name)
+        for holder in holders
+        for name, value in holder.items()
+        if LAYERS in name and isinstance(value, float) and value > 0
+    ]
+
+
+def _keep_layers(module: nn.Module) -> list[tuple[dict[str, Any], str, float]]:
+    """Let a module compute all its layers; what was set, to be set again."""
+    found = [(holder, name, holder[name]) for holder, name in _layer_settings(module)]
+    for holder, name, _ in found:
+        holder[name] = 0.0
+    return found
 
 
 def random_settings(adapter: Adapter | None) -> dict[str, object]:
@@ -61,10 +84,11 @@ def _has_dropout(settings: Mapping[object, object]) -> bool:
 
 
 def switch_off() -> None:
-    """From now on torch's dropout passes its input on, its attention drops nothing, and no branch is left out."""
+    """From now on torch's dropout passes its input on, its attention drops nothing, no branch or layer is left out."""
     attention, train = F.scaled_dot_product_attention, nn.Module.train
 
     def train_but_depth(self: nn.Module, mode: bool = True) -> nn.Module:
+        _keep_layers(self)
         return train(self, mode and not _is_depth(self))
 
     def attend(
@@ -86,6 +110,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     """Inside, it is switched off in a model."""
     dropout, attention, train = F.dropout, F.scaled_dot_product_attention, nn.Module.train
     depth = [module for module in model.modules() if _is_depth(module) and module.training]
+    layers = [found for module in model.modules() for found in _keep_layers(module)]
     switch_off()
     try:
         for module in depth:
@@ -95,6 +120,8 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         F.dropout, F.scaled_dot_product_attention, nn.Module.train = dropout, attention, train
         for module in depth:
             module.training = True
+        for holder, name, value in layers:
+            holder[name] = value
 
 
 def _passed_on(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

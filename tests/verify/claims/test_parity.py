@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import CLIPVisionConfig, LlavaConfig
+from transformers import CLIPVisionConfig, HubertConfig, LlavaConfig, WhisperConfig
 from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
+from transformers.models.hubert.modeling_hubert import HubertEncoder
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from shardtune.config.schema import OptimConfig
 from shardtune.models import causal_lm
@@ -237,6 +239,37 @@ def test_branches_that_are_left_out_by_chance_are_computed() -> None:
         assert (model[0].training, model[1].training) == (True, False)
     assert model[1].training
     assert model.train()[1].training
+
+
+WHISPER = WhisperConfig(
+    encoder_attention_heads=2, encoder_ffn_dim=8, encoder_layers=1, encoder_layerdrop=1.0, d_model=8
+)
+NOT_DROPPED = dict.fromkeys(("hidden_dropout", "activation_dropout", "attention_dropout"), 0.0)
+HUBERT = HubertConfig(
+    num_attention_heads=2, hidden_size=16, intermediate_size=8, num_hidden_layers=1, layerdrop=1.0, **NOT_DROPPED
+)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "sound"),
+    [
+        pytest.param(lambda: WhisperEncoder(WHISPER), (1, 80, 3000), id="kept by the module"),
+        pytest.param(lambda: HubertEncoder(HUBERT), (1, 5, 16), id="read from the config"),
+    ],
+)
+def test_layers_that_are_left_out_by_chance_are_computed(
+    encoder: Callable[[], WhisperEncoder | HubertEncoder], sound: tuple[int, ...]
+) -> None:
+    model = encoder().train()
+    called: list[torch.nn.Module] = []
+    model.layers[0].register_forward_hook(lambda module, *_: called.append(module))
+    assert drops(model)
+    with without_dropout(model):
+        assert not drops(model)
+        model.train()(torch.randn(sound))
+    assert (len(called), drops(model)) == (1, True)
+    model(torch.randn(sound))
+    assert len(called) == 1, "outside they are left out as before"
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
