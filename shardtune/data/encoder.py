@@ -119,6 +119,19 @@ class NamesUnread(Protocol):
         ...
 
 
+@runtime_checkable
+class ByUser(Protocol):
+    """An encoder that calls a user's code, which may draw random numbers."""
+
+    def drawn(self, row: Row) -> str | None:
+        """What differs between two encodings of a row that can be encoded; None where they are the same."""
+        ...
+
+
+DRAWS = "each time that it encodes the same row"
+"""In the note on an encoder that draws."""
+
+
 @dataclass(frozen=True, slots=True)
 class FrameOptions:
     """How robot data become rows: one per frame.

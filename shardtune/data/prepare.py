@@ -16,7 +16,7 @@ from shardtune.data.cache.by_file import RowsByFile, TrainingRows, open_by_file
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.cache_directory import cache_root, file_digest, known_digest
-from shardtune.data.encoder import Encoder, frames_of
+from shardtune.data.encoder import DRAWS, ByUser, Encoder, Row, frames_of
 from shardtune.data.loader.protocol import Column
 from shardtune.data.quarantine import without_quarantined
 from shardtune.data.sources.entries import named_sets
@@ -105,10 +105,16 @@ def prepare_data(
     """
     data = recipe.data
     found: dict[Purpose, list[Source]] = {"train": [], "eval": []}
+    drawn: list[str] = []
 
     def sources_of(spec: object, purpose: Purpose, encoder: Encoder) -> list[Source]:
         sources = resolve_sources(
-            spec, data, purpose=purpose, name_format=encoder.title, frames=frames_of(encoder), report=report
+            spec,
+            data,
+            purpose=purpose,
+            name_format=_looking_for_draws(encoder, drawn),
+            frames=frames_of(encoder),
+            report=report,
         )
         found[purpose] += sources
         return sources
@@ -155,13 +161,42 @@ def prepare_data(
     for name, rows in evals.items():
         _require_rows(rows, f"data.eval_data_paths{': ' + name if name else ''}", eval_spec)
     digest = partial(known_digest if by_file else file_digest, root=cache_root(data.cache_dir))
-    notes = [*notes_on_same_files(found["train"], found["eval"], digest)]
-    notes += notes_on_other_frames([*found["train"], *found["eval"]])
-    notes += notes_on_weights(found["train"]) if training and not data.shuffle else ()
-    notes += notes_on_turns([*found["train"], *found["eval"]], data)
-    for note in notes:
+    for note in (*_notes_on(found, data, digest, training=training), *map(_note_on_draws, drawn)):
         report(f"data: {note}")
     return PreparedData(make_encoder(recipe.eval.generate), train, evals)
+
+
+def _notes_on(
+    found: Mapping[Purpose, Sequence[Source]], data: DataConfig, digest: Callable[[Path], str | None], *, training: bool
+) -> Iterator[str]:
+    """What there is to say of the sources together."""
+    every = [*found["train"], *found["eval"]]
+    yield from notes_on_same_files(found["train"], found["eval"], digest)
+    yield from notes_on_other_frames(every)
+    yield from notes_on_weights(found["train"]) if training and not data.shuffle else ()
+    yield from notes_on_turns(every, data)
+
+
+def _looking_for_draws(encoder: Encoder, drawn: list[str]) -> Callable[[Row], str] | None:
+    """The encoder's names of formats; beside, what it draws of the first row is added to `drawn`."""
+    title = encoder.title
+    if title is None or not isinstance(encoder, ByUser):
+        return title
+
+    def look(row: Row) -> str:
+        part = None if drawn else encoder.drawn(row)
+        drawn.extend([] if part is None else [part])
+        return title(row)
+
+    return look
+
+
+def _note_on_draws(part: str) -> str:
+    return (
+        f"encode of the model's adapter gives another {part} {DRAWS}, and each row is encoded once, into "
+        "data.cache_dir: every epoch has the same draw, and a run that continues without this cache has another. To "
+        "draw anew in each step, repeatably: batch.rand_like and batch.randn_like in loss"
+    )
 
 
 def notes_on_weights(sources: Sequence[Source]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
 import hashlib
 import importlib
@@ -175,6 +176,18 @@ class FieldEncoder:
                 remedy='return {"loss": how many targets this row has}, with a number for each term of the loss',
             )
         return weights
+
+    def drawn(self, row: Row) -> str | None:
+        """The first field that two encodings of a row do not have in common; None where they are the same."""
+        rows = [copy.deepcopy(row) if isinstance(row, dict) else row for _ in range(2)]  # encode may change its row
+        try:
+            one, other = (self.encode(each) for each in rows)
+        except (RowError, ShardtuneError):
+            return None  # which the encoding of all rows reports
+        first, second = ({"input_ids": sample.input_ids, **sample.fields} for sample in (one, other))
+        names = dict.fromkeys([*first, *second])
+        same = (n in first and n in second and first[n].tobytes() == second[n].tobytes() for n in names)
+        return next((name for name, is_same in zip(names, same, strict=True) if not is_same), None)
 
     def title(self, row: Row) -> str:
         """The fields of a row with their shapes."""

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from shardtune import Sample
 from shardtune.config import load_recipe
 from shardtune.data.chat import ChatEncoder
 from shardtune.data.chat.template import load_template
 from shardtune.data.prepare import prepare_data
+from shardtune.models.find_adapter import find_adapter
+from tests.support.healthy_adapters import Regressor
 from tests.support.tiny_run import make_tiny, write_rows
 
 
@@ -58,3 +62,35 @@ def test_keys_about_conversations_without_any(tmp_path: Path) -> None:
     assert lines(texts, pairs, **given) == []
     assert lines({"messages": turns}, **given) == []
     assert lines({"question": "a", "answer": "b"}, **given) == []
+
+
+class Noisy(Regressor):
+    """Draws."""
+
+    def encode(self, row: Any) -> Sample:
+        sample = super().encode(row)
+        return Sample(fields={**sample.fields, "x": sample.fields["x"] + torch.randn(4).numpy()})
+
+
+class Takes(Regressor):
+    """Takes from its row what it reads."""
+
+    def encode(self, row: Any) -> Sample:
+        return super().encode({name: row.pop(name) for name in ("x", "y", "seen")})
+
+
+@pytest.mark.parametrize(("kind", "noted"), [("Noisy", 1), ("Takes", 0), ("Regressor", 0)])
+@pytest.mark.parametrize("cache", ["whole", "by_file"])
+def test_an_encode_that_draws(tmp_path: Path, kind: str, noted: int, cache: str) -> None:
+    rows = str(write_rows(tmp_path / "rows.jsonl", [{"x": [1.0] * 4, "y": [0.0] * 2, "seen": [1.0] * 2}] * 3))
+    values = {
+        "runner": {"max_steps": 1},
+        "actor": {"model": {"adapter": f"{__file__}:{kind}"}},
+        "data": {"train_data_paths": rows, "cache_dir": str(tmp_path / "cache"), "num_workers": 0, "cache": cache},
+    }
+    recipe, said = load_recipe(values), list[str]()
+    adapter = find_adapter(recipe)
+    prepare_data(recipe, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), report=said.append)
+    lines = [line for line in said if "gives another x each time" in line]
+    assert len(lines) == noted
+    assert not noted or "every epoch has the same draw" in lines[0]

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from shardtune.config import Recipe
+from shardtune.data.encoder import DRAWS
 from shardtune.errors import Interrupted
 from shardtune.launch.signals import listening
 from shardtune.training.worker.base import FSDPSftWorker
@@ -77,12 +78,13 @@ def check_claims(
         try:
             with listening():
                 results = list(threads.map(partial(_checked, runs=runs), claims))
+                notes = [*notes_on(recipe), *runs.said(DRAWS)]
         except Interrupted as stopped:
             raise Interrupted("stopped: nothing of this is noted, and the shortened runs are removed") from stopped
         finally:
             runs.close()  # first: threads wait for these processes
             threads.shutdown(cancel_futures=True)
-    return Report(title, results, time.monotonic() - began, notes_on(recipe))
+    return Report(title, results, time.monotonic() - began, notes)
 
 
 def _checked(claim: Claim, *, runs: ShortRuns) -> Result:

@@ -283,6 +283,14 @@ class ShortRuns:
                 self._made[key] = run
             return self._made[key]
 
+    def said(self, text: str) -> list[str]:
+        """The first line with some text that a run has printed, if there is one."""
+        for attempt in self._attempts:
+            for line in attempt.output.read_text(errors="replace").splitlines():
+                if text in line:
+                    return [line.strip()]
+        return []
+
     def close(self) -> None:
         """End the processes that still run; no others are started."""
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardtune.verify.claims.resume import repeatable
-from shardtune.verify.claims.short_runs import Attempt
+from shardtune.verify.claims.short_runs import Attempt, ShortRuns
 from shardtune.verify.result import Failed, Skipped
 
 TORCH = (
@@ -43,3 +43,11 @@ def test_where_there_is_no_such_kernel_nothing_is_compared(text: str, error: typ
         with pytest.raises(error) as caught:
             Attempt(run, process, output, 0.0, False, stream).wait()
     assert "RuntimeError: " in str(caught.value)
+
+
+def test_a_line_of_any_process_is_found(tmp_path: Path) -> None:
+    runs: Any = object.__new__(ShortRuns)
+    for name, text in (("a", "one\n"), ("b", "two\ndata: it draws anew\n"), ("c", "data: it draws anew\n")):
+        (tmp_path / name).write_text(text)
+    runs._attempts = [SimpleNamespace(output=tmp_path / name) for name in "abc"]
+    assert (runs.said("draws"), runs.said("three")) == (["data: it draws anew"], [])
