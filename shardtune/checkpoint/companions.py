@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from shardtune.checkpoint.atomic import read_json, write_json
 from shardtune.checkpoint.checksums import CHECKSUMS
 from shardtune.errors import CheckpointError
-from shardtune.models.pretrained import SETTINGS
+from shardtune.models.pretrained import SETTINGS, TERMS
 
 VIDEO = "video_preprocessor_config.json"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", VIDEO)
@@ -53,8 +53,8 @@ def copy_companions(
 ) -> list[str]:
     """Copy what a written directory lacks of the directories that training began from; returns the names.
 
-    Copied are files of settings (`SETTINGS`: never weights) and the folders that `modules.json` names. What the
-    directory has already stays, and so does the form in which tokenizer and processor were written.
+    Copied are files of settings (`SETTINGS`: never weights), the terms of use (`TERMS`), and the folders that
+    `modules.json` names. What the directory has already stays, and so does the form in which tokenizer and processor were written.
 
     Args:
         sources: directories; the first that has a file counts.
@@ -62,7 +62,7 @@ def copy_companions(
         tokenizer: written there; None if none was.
         has_processor: whether a processor was written there.
         adapter: the directory holds a low-rank adapter, which is loaded with its base; then only the files of
-            processors are copied.
+            processors and the terms are copied.
         sentences: whether sentence-transformers may load the trained model; beside any other its files would be wrong.
         lacks_video: the processor that was written is without its part for videos, whose settings are copied too.
 
@@ -71,11 +71,12 @@ def copy_companions(
     """
     own = set(tokenizer.vocab_files_names.values()) | set(TEXT_FILES) if tokenizer is not None else set()
     left_out = {*WRITTEN, *RESULTS, *own, *(PROCESSOR_FILES if has_processor else ())}
-    patterns = PROCESSOR_FILES if adapter else [pattern for pattern in SETTINGS if pattern != CODE]
+    settings = PROCESSOR_FILES if adapter else [pattern for pattern in SETTINGS if pattern != CODE]
+    patterns = [*settings, *TERMS]
     names: list[str] = []
     try:
-        if lacks_video and (settings := _video_settings(sources)) is not None:
-            write_json(target / VIDEO, settings)
+        if lacks_video and (video := _video_settings(sources)) is not None:
+            write_json(target / VIDEO, video)
             names.append(VIDEO)
         for source in sources:
             for file in _files(source, [*patterns, CODE] if _names_code(target) else patterns):

@@ -26,6 +26,8 @@ NO_COPY = "no copy of a model of this name from the Hub, which cannot be reached
 TRUST = "read that code; if you trust it, set actor.model.trust_remote_code=true"
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files that are downloaded besides weights."""
+TERMS = ("LICENSE*", "LICENCE*", "license*", "NOTICE*", "Notice*", "COPYING*", "USE_POLICY*")
+"""Files with the terms on which a model may be used and passed on; downloaded, too."""
 GENERATION = "generation_config.json"
 """The settings of generation."""
 
@@ -156,9 +158,9 @@ def model_directory(path: str) -> Path:
         return Path(path)
     name, revision = split_revision(path)
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*SETTINGS, "*.safetensors"]))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*SETTINGS, *TERMS, "*.safetensors"]))
         if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*SETTINGS, "*.bin"]))
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*SETTINGS, *TERMS, "*.bin"]))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise ModelError(
             f"the weights of {path} cannot be fetched from the Hub: {_first_line(error)}",
@@ -178,7 +180,7 @@ def settings_directory(path: str | None) -> Path | None:
         return Path(path) if Path(path).is_dir() else None
     try:
         name, revision = split_revision(path)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(SETTINGS)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*SETTINGS, *TERMS]))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
         return None
 

@@ -29,6 +29,7 @@ from shardtune.run.use_of_model import usage
 from shardtune.training.loggers import read_metrics
 
 CARD = "README.md"
+LINK = "license_link"
 HERE = "path/to/this/directory"
 """The place of the repository's name in the card of an exported directory."""
 _MARK = re.compile(r"\n<!-- Written by shardtune; sha256 of the text above: ([0-9a-f]{64}) -->\n\Z")
@@ -145,7 +146,7 @@ def _metadata(record: RunRecord, directory: Path, adapter: bool) -> ModelCardDat
     in_transformers = (directory / "config.json").exists()
     library = LIBRARIES.get(record.model["model_type"], "transformers")
     base = record.base_model
-    more: dict[str, Any] = {**_license(record, base)}
+    more: dict[str, Any] = {**license_of(record, directory, base)}
     if base is not None:
         more["base_model_relation"] = "adapter" if adapter else "finetune"
     return ModelCardData(
@@ -163,15 +164,23 @@ def _method(record: RunRecord) -> str:
     return str(((record.model.get("lora") or {}).get("peft") or {}).get("peft_type", "LoRA"))
 
 
-def _license(record: RunRecord, base: str | None) -> dict[str, str]:
-    """The license that the base model's card names, if that card is on this machine."""
+def license_of(record: RunRecord, directory: Path, base: str | None) -> dict[str, str]:
+    """The license that the base model's card names, if that card is on this machine.
+
+    A link to a file that the directory lacks leads to that of the base model, or is left out where it is on no Hub.
+    """
     cached = None if base is None else try_to_load_from_cache(base, CARD)
     card = Path(cached) if isinstance(cached, str) else Path(str(record.model["model_path"] or "")) / CARD
     try:
         found = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return {key: str(found[key]) for key in ("license", "license_name", "license_link") if found.get(key)}
+    terms = {key: str(found[key]) for key in ("license", "license_name", LINK) if found.get(key)}
+    link = terms.get(LINK, "")
+    if link and "://" not in link and not (directory / link).is_file():
+        del terms[LINK]
+        terms |= {} if base is None else {LINK: f"https://huggingface.co/{base}/blob/main/{link}"}
+    return terms
 
 
 def _introduction(record: RunRecord, adapter: bool) -> str:

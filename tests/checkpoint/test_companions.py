@@ -48,6 +48,15 @@ def test_what_is_copied(source: Path, tmp_path: Path) -> None:
     assert copied(source, tmp_path / "e", sentences=False) == ["mine.json", "preprocessor_config.json"]
 
 
+def test_the_terms_on_which_a_model_may_be_used_stay_with_it(source: Path, tmp_path: Path) -> None:
+    terms = ["LICENSE", "LICENSE.md", "NOTICE", "USE_POLICY.md"]
+    for name in (*terms, "README.md"):
+        (source / name).write_text("terms")
+    for adapter in (False, True):
+        found = copied(source, tmp_path / str(adapter), adapter=adapter)
+        assert [name for name in found if name in (*terms, "README.md")] == terms
+
+
 def test_settings_of_videos_stay_where_a_processor_is_written_without_them(source: Path, tmp_path: Path) -> None:
     """In the order in which transformers looks for them."""
     files = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")

@@ -158,7 +158,9 @@ def test_a_hub_name_is_fetched_once_weights_and_settings_only(folder: Path, monk
 
     monkeypatch.setattr(pretrained, "snapshot_download", fetch)
     assert model_directory("org/model") == folder
-    assert asked == [("org/model", {"revision": None, "allow_patterns": [*pretrained.SETTINGS, "*.safetensors"]})]
+    assert asked == [
+        ("org/model", {"revision": None, "allow_patterns": [*pretrained.SETTINGS, *pretrained.TERMS, "*.safetensors"]})
+    ]
     assert model_directory(str(folder)) == folder
     assert len(asked) == 1
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import shardtune
 from shardtune.cli.commands import app
 from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, ConfigError
-from shardtune.run.model_card import is_unedited
+from shardtune.run.model_card import is_unedited, license_of
 from shardtune.run.push import PushError, check_push, push, push_command
 from shardtune.run.use_of_model import usage
 from tests.support.hub_server import TOKEN, Hub, replaced_hub
@@ -37,7 +38,8 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     made = make_tiny(tmp_path_factory.mktemp("push"), save_interval=-1)
-    (made.folder / "model" / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
+    (made.folder / "model" / "README.md").write_text("---\nlicense: mit\nlicense_link: LICENSE\n---\n# Base\n")
+    (made.folder / "model" / "LICENSE").write_text("As you like.\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATTERN", SECRET)
         given: dict[str, Any] = {
@@ -79,9 +81,11 @@ def test_a_run_is_published_privately_with_its_card(hub: Hub, tiny: Tiny, monkey
     card = files.pop("README.md").decode()
     assert files == published(tiny.run("full") / "final")
     assert "model.safetensors" in files
+    assert files["LICENSE"] == b"As you like.\n"
     assert set(hub.objects) != set()  # by LFS
     assert ModelCard(card).data.to_dict() == {  # a directory is no name on the Hub, so there is no base_model
         "license": "mit",
+        "license_link": "LICENSE",
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["shardtune", "sft"],
@@ -107,6 +111,23 @@ def test_a_run_is_published_privately_with_its_card(hub: Hub, tiny: Tiny, monkey
     push(tiny.run("full") / "final", "me/my-model", report=told.append)
     assert hub.files("me/my-model")["README.md"].decode() == card
     _no_token(hub, tiny.run("full"), told)
+
+
+@pytest.mark.parametrize(
+    ("link", "base", "expected"),
+    [
+        ("LICENSE", "owner/base", "LICENSE"),
+        ("TERMS", "owner/base", "https://huggingface.co/owner/base/blob/main/TERMS"),
+        ("TERMS", None, None),
+        ("https://example.org/terms", None, "https://example.org/terms"),
+    ],
+)
+def test_a_card_links_to_a_license_that_is_there(tmp_path: Path, link: str, base: str | None, expected: str) -> None:
+    (tmp_path / "LICENSE").write_text("terms")
+    (tmp_path / "README.md").write_text(f"---\nlicense: other\nlicense_link: {link}\n---\n")
+    record: Any = SimpleNamespace(model={"model_path": str(tmp_path)})
+    found = license_of(record, tmp_path, base)
+    assert (found["license"], found.get("license_link")) == ("other", expected)
 
 
 def _number(value: float) -> str:
