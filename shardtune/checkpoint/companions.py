@@ -54,7 +54,8 @@ def copy_companions(
     """Copy what a written directory lacks of the directories that training began from; returns the names.
 
     Copied are files of settings (`SETTINGS`: never weights), the terms of use (`TERMS`), and the folders that
-    `modules.json` names. What the directory has already stays, and so does the form in which tokenizer and processor were written.
+    `modules.json` names. What the directory has already stays, and so does the form in which tokenizer and processor
+    were written.
 
     Args:
         sources: directories; the first that has a file counts.

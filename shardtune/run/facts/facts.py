@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardtune.checkpoint.export_check_process import ADAPTED_LOGITS, LOGITS, MO
 from shardtune.checkpoint.hf_save import disk_dtype
 from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.data.chat.encoder import ChatEncoder
-from shardtune.data.encoder import Row
+from shardtune.data.encoder import Row, frames_of
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.errors import DataError, ShardtuneError
 from shardtune.evaluate.generate import Sampling
@@ -84,9 +84,13 @@ def facts(run: Run, folder: Path) -> tuple[Part, Part]:
     own: Part = {"notes": notes, "stops": list(worker.end_of_turn_ids), "directories": {}}
     job: Part = {"stops": own["stops"], "last": LAST, "new_tokens": NEW_TOKENS, "dtype": _dtype(run), "directories": {}}
     job["base"] = run.recipe.actor.model.model_path
-    own["text"], job["text"] = _text(worker, encoder, rows, notes)
+    written = rows if encoder is None or frames_of(encoder) is None else []
+    if rows and not written:
+        notes.append("the rendered prompts and the processor's inputs of rows, which are frames of robot data")
+    texts = strings([row for row, _ in rows])
+    own["text"], job["text"] = _text(worker, encoder, written, texts, notes)
     inputs = [_inputs(adapter, sample) for _, sample in rows] if isinstance(adapter, CausalLM) else []
-    shown = image_texts(encoder, rows, folder) if isinstance(encoder, ImageChatEncoder) else []
+    shown = image_texts(encoder, written, folder) if isinstance(encoder, ImageChatEncoder) else []
     own["inputs"], job["images"] = [inputs[number] for number, *_ in shown], [(text, files) for _, text, files in shown]
     merges = MERGED in places and not changes_base(worker.inner_model)
     job["merged"] = str(places[MERGED]) if merges else None
@@ -126,14 +130,18 @@ def _dtype(run: Run) -> str:
 
 
 def _text(
-    worker: FSDPSftWorker, encoder: object, rows: Sequence[tuple[Row, Sample]], notes: list[str]
+    worker: FSDPSftWorker,
+    encoder: object,
+    rows: Sequence[tuple[Row, Sample]],
+    further: Iterable[str],
+    notes: list[str],
 ) -> tuple[Part | None, Part | None]:
     """What the tokenizer and the template give, and the texts and conversations; None without a tokenizer."""
     if worker.tokenizer is None:
         return None, None
     chats = conversations(encoder, rows, notes) if isinstance(encoder, ChatEncoder) else []
     rendered = [chat.pop("text") for chat in chats]
-    texts = [*UNUSUAL, *strings([row for row, _ in rows]), *rendered]
+    texts = [*UNUSUAL, *further, *rendered]
     found = text_facts(worker.tokenizer, texts, worker.chat_template)
     return {**found, "conversations": rendered}, {"texts": texts, "conversations": chats}
 

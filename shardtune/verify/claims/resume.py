@@ -71,6 +71,8 @@ def require_same(whole: ShortRun, other: ShortRun, steps: int, what: str) -> Non
     require_frozen(whole.evidence, "the uninterrupted run")
     require_frozen(other.evidence, what)
     found = first_difference(whole.evidence, other.evidence)
+    # A step's numbers come before what it leaves, so what an earlier one left is the first difference.
+    _require_same_tensors(whole, other, steps if found is None else found.step - 1, what)
     if found is not None:
         drawn = generators_apart(whole.evidence, other.evidence, found.step)
         names = " and ".join(GENERATORS[name] for name in drawn)
@@ -80,6 +82,10 @@ def require_same(whole: ShortRun, other: ShortRun, steps: int, what: str) -> Non
             where=f"step {found.step}",
             remedy=_remedy(found.what, drawn),
         )
+
+
+def _require_same_tensors(whole: ShortRun, other: ShortRun, steps: int, what: str) -> None:
+    """Refuse any difference between what the first steps of two runs have left."""
     for step in range(1, steps + 1):
         apart = tensor_difference(whole.checkpoint(step), other.checkpoint(step))
         if apart is not None:

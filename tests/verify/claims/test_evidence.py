@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from shardtune.verify.claims import resume
+from shardtune.verify.claims.checkpoints import TensorDifference
 from shardtune.verify.claims.evidence import (
     NORM,
     MicroBatch,
@@ -95,3 +98,18 @@ def test_a_frozen_weight_that_one_rank_changes_is_named(tmp_path: Path) -> None:
         (tmp_path / f"rank{rank}.jsonl").write_text(line(1, rank, 2) + json.dumps(changed) + "\n")
     with pytest.raises(Failed, match=r"the run changes a weight that is frozen, in step 2: a\.weight and 1 more"):
         require_frozen(read_evidence(tmp_path), "the run")
+
+
+def test_what_an_earlier_step_left_is_the_first_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer's state that a resume changes: the weights after the step part before the next loss does."""
+    for name, loss in (("whole", 1.0), ("other", 1.5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank0.jsonl").write_text(line(1, 0, 1) + line(2, 0, 1) + line(3, 0, 1, loss=loss))
+    apart = TensorDifference("model", "a.weight", 0.1, "the weights a.weight differ by 0.1 of their size")
+    monkeypatch.setattr(resume, "tensor_difference", lambda one, other: apart if one >= 2 else None)
+    whole, other = (
+        SimpleNamespace(evidence=read_evidence(tmp_path / name), checkpoint=lambda step: step)
+        for name in ("whole", "other")
+    )
+    with pytest.raises(Failed, match=r"the run parts from the uninterrupted one after step 2: the weights a\.weight"):
+        resume.require_same(whole, other, 3, "the run")  # pyright: ignore[reportArgumentType]

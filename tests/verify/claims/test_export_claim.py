@@ -19,8 +19,10 @@ from shardtune.verify.claims import plain_reader
 from shardtune.verify.claims.export import compared
 from shardtune.verify.result import Failed
 from tests.support import fork_server
+from tests.support.robot import save_episodes
 from tests.support.tiny_run import make_tiny
 from tests.support.tiny_tasks import rows, save_encoder, write
+from tests.support.vision import save_vision_model
 
 Part = dict[str, Any]
 Both = tuple[Part, Part]
@@ -148,3 +150,22 @@ def test_names_of_classes_are_read_on_both_sides(tmp_path: Path) -> None:
     labels[0], labels[1] = labels[1], labels[0]
     with pytest.raises(Failed, match=r"final/ calls class 0 '.*', which is '.*' in training"):
         compared(own, found)
+
+
+@pytest.mark.lengthy
+def test_a_policy_with_action_tokens_is_read_by_frames(tmp_path: Path) -> None:
+    save_vision_model("qwen2_5_vl", tmp_path / "model")
+    save_episodes(tmp_path / "train", 2)
+    keys = {"action_tokens": "appended", "num_action_bins": 16, "action_chunks_len": 2}
+    model = {"model_path": str(tmp_path / "model"), "model_type": "vision_language_action", "precision": "fp32", **keys}
+    recipe = {
+        "runner": {"max_steps": 1, "logger": {"log_path": str(tmp_path), "experiment_name": "acts"}},
+        "actor": {"global_batch_size": 2, "micro_batch_size": 2, "model": model},
+        "data": {
+            "train_data_paths": str(tmp_path / "train"), "cache_dir": str(tmp_path / "cache"), "num_workers": 0,
+        },
+    }  # fmt: skip
+    (tmp_path / "facts").mkdir()
+    own, job = facts.facts(shardtune.train(recipe), tmp_path / "facts")
+    assert own["notes"] == ["the rendered prompts and the processor's inputs of rows, which are frames of robot data"]
+    assert (own["inputs"], job["images"]) == ([], [])
