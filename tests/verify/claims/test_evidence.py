@@ -104,7 +104,9 @@ def test_what_an_earlier_step_left_is_the_first_difference(tmp_path: Path, monke
     """An optimizer's state that a resume changes: the weights after the step part before the next loss does."""
     for name, loss in (("whole", 1.0), ("other", 1.5)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "rank0.jsonl").write_text(line(1, 0, 1) + line(2, 0, 1) + line(3, 0, 1, loss=loss))
+        for rank in range(2):
+            lines = line(1, rank, 2) + line(2, rank, 2) + line(3, rank, 2, loss=loss)
+            (tmp_path / name / f"rank{rank}.jsonl").write_text(lines)
     apart = TensorDifference("model", "a.weight", 0.1, "the weights a.weight differ by 0.1 of their size")
     monkeypatch.setattr(resume, "tensor_difference", lambda one, other: apart if one >= 2 else None)
     whole, other = (
