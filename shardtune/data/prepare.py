@@ -108,14 +108,8 @@ def prepare_data(
     drawn: list[str] = []
 
     def sources_of(spec: object, purpose: Purpose, encoder: Encoder) -> list[Source]:
-        sources = resolve_sources(
-            spec,
-            data,
-            purpose=purpose,
-            name_format=_looking_for_draws(encoder, drawn),
-            frames=frames_of(encoder),
-            report=report,
-        )
+        title, frames = _looking_for_draws(encoder, drawn), frames_of(encoder)
+        sources = resolve_sources(spec, data, purpose=purpose, name_format=title, frames=frames, report=report)
         found[purpose] += sources
         return sources
 
