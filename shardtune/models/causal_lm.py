@@ -504,12 +504,16 @@ class CausalLM(LanguageModel):
             losses = self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
         traced = losses[TOKENS].total.requires_grad or any(term.total.requires_grad for term in losses.values())
         if torch.is_grad_enabled() and not traced:
-            raise self.without_graph(model, packed)
+            return self.without_graph(model, packed, losses)
         return losses
 
-    def without_graph(self, model: nn.Module, _batch: PackedBatch) -> ModelError:
-        """The error for a micro-batch whose loss depends on nothing that is trained."""
-        return ModelError(
+    def without_graph(self, model: nn.Module, _batch: PackedBatch, _losses: dict[str, LossSum]) -> dict[str, LossSum]:
+        """The losses of a micro-batch that depend on nothing that is trained.
+
+        Raises:
+            ModelError: always, where the rows of every micro-batch call all parts of the model.
+        """
+        raise ModelError(
             f"the loss of {type(model).__name__} has no graph: nothing that is trained has a part in it",
             where="actor.model.is_lora, actor.model.freeze",
             remedy="reversible layers compute no gradient behind frozen embeddings: train the embeddings too "

@@ -286,7 +286,8 @@ def _without_gradient() -> ModelError:
     return ModelError(
         "the loss has no gradient for any trained parameter",
         where="backward pass of the step",
-        remedy="compute it from what the model returns, without detach() or torch.no_grad() in between",
+        remedy="compute it from what the model returns, without detach() or torch.no_grad() in between; where only "
+        "parts that read images are trained, raise actor.global_batch_size until each step has a row with an image",
     )
 
 

@@ -122,12 +122,24 @@ def _images(images: list[Image.Image], text: str, processor: Any) -> dict[str, A
 
 
 def train(
-    directory: Path, rows: Sequence[dict[str, Any]], steps: Sequence[Sequence[int]], *, lr: float, dtype: torch.dtype
+    directory: Path,
+    rows: Sequence[dict[str, Any]],
+    steps: Sequence[Sequence[int]],
+    *,
+    lr: float,
+    dtype: torch.dtype,
+    trained: str = "",
 ) -> Trained:
-    """SGD with momentum on the exact token mean of each step's rows, each row by itself."""
+    """SGD with momentum on the exact token mean of each step's rows, each row by itself.
+
+    Args:
+        trained: the part of the names of what is trained; "": everything is.
+    """
     config = AutoConfig.from_pretrained(directory)
     processor = load_processor(str(directory), config)
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     losses, norms = [], []
     for step in steps:
@@ -139,7 +151,8 @@ def train(
             cast = {key: t.to(dtype) if t.is_floating_point() else t for key, t in inputs.items()}
             logits = model(**cast, use_cache=False).logits[0, :-1]
             loss = F.cross_entropy(logits, labels[0, 1:], ignore_index=IGNORED, reduction="sum") / weight
-            loss.backward()
+            if loss.requires_grad:  # a row without images has no gradient for what reads them
+                loss.backward()
             total += float(loss.detach())
         losses.append(total)
         norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))

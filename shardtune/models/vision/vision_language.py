@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from shardtune.batch import PackedBatch, Prompt, Sample
+from shardtune.batch import LossSum, PackedBatch, Prompt, Sample
 from shardtune.config import DataConfig
 from shardtune.config.parameter_patterns import PARTS
 from shardtune.config.rank_layout import Layout
@@ -58,6 +58,10 @@ ZERO_PROJECTOR = (
     "its projector is all zeros, so images change nothing until it is trained, and packing cannot be proved"
 )
 MM_TYPES = "mm_token_type_ids"
+NO_IMAGES = (
+    "leave out rows without images, raise actor.global_batch_size until each step has one, or train parts of the "
+    "language model too"
+)
 LOOKED_AT = 32
 """Tokens at a row's end whose logits have to change with its images."""
 
@@ -241,16 +245,25 @@ class VisionLanguage(CausalLM):
             self._blank = Sample(ids, np.zeros(len(ids), np.float32), fields=fields)
         return self._blank
 
-    def without_graph(self, model: nn.Module, batch: PackedBatch) -> ModelError:
+    def without_graph(self, model: nn.Module, batch: PackedBatch, losses: dict[str, LossSum]) -> dict[str, LossSum]:
+        """The losses of rows without images where only parts that read images are trained.
+
+        Where nothing can join such rows, others of the step may have images: the losses get a graph that no parameter
+        is in, so that the gradient is zero, and the backward pass is one for FSDP too.
+
+        Raises:
+            ModelError: no row of the step has an image, or the rows have images.
+        """
         if batch.fields.keys() - {self.images.token_types}:
-            return super().without_graph(model, batch)
-        what, further = "no row of this step has an image", ", raise actor.global_batch_size until each step has one"
+            return super().without_graph(model, batch, losses)
         if self._nothing_joins:
-            what, further = "this model computes a row without images by itself", ""
-        return ModelError(
-            f"{what}, and nothing is trained but parts that read images, so there is no gradient",
+            nothing = torch.zeros((), device=batch.input_ids.device, requires_grad=True)
+            return {name: loss._replace(total=loss.total + nothing) for name, loss in losses.items()}
+        raise ModelError(
+            "no row of this step has an image, and nothing is trained but parts that read images, so there is no "
+            "gradient",
             where="actor.model.freeze, actor.model.lora",
-            remedy=f"leave out rows without images{further}, or train parts of the language model too",
+            remedy=NO_IMAGES,
         )
 
     def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:

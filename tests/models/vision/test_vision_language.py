@@ -80,9 +80,18 @@ def test_a_step_without_images_says_so_where_they_alone_train(places: tuple[Path
     assert isinstance(step, PackedBatch)
     with pytest.raises(ModelError, match="no row of this step has an image, and nothing is trained but parts that"):
         worker.root(step)
+    worker.release()
+
+
+def test_a_step_of_rows_that_nothing_joins_says_so(places: tuple[Path, Path], tmp_path: Path) -> None:
+    """Others of the step may have images, so that the whole step has to be computed first."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(places[1].read_text().splitlines(keepends=True)[::3]))  # those without images
+    changes: dict[str, Any] = {"data__train_data_paths": str(rows), "data__eval_data_paths": None}
+    worker = a_worker(places, "llava", actor__model__freeze=["language_model"], **changes)
     worker.adapter.one_row_per_forward(worker.inner_model)
-    with pytest.raises(ModelError, match=r"(?s)computes a row without images by itself, and .*images, or train parts"):
-        worker.root(step)  # whatever images the others of the step have
+    with pytest.raises(ModelError, match=r"(?s)no gradient for any .*until each step has a row with an image"):
+        worker.run_training()
     worker.release()
 
 

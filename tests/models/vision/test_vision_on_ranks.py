@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from shardtune.batch import Prompt
@@ -78,6 +79,39 @@ def test_one_and_two_ranks_give_the_numbers_of_plain_transformers(family: str, t
     for got in two:
         assert got.evaluation == pytest.approx(one.evaluation, rel=exact)
         assert torch.allclose(got.logits, one.logits, rtol=exact, atol=exact)
+
+
+def start_at_zero(directory: Path) -> None:
+    """Let images change nothing yet, as in an untrained Gemma 3: such a model is not packed."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    next(tensor for name, tensor in tensors.items() if name.endswith("linear_2.weight")).zero_()
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("llava", "projector"), pytest.param("gemma3", "vision_tower", marks=pytest.mark.slow)]
+)
+def test_rows_without_images_have_no_gradient_where_they_run_by_themselves(
+    family: str, part: str, tmp_path: Path
+) -> None:
+    """Of a model that is not packed, whose projector or tower alone is trained: no blank image joins such a row."""
+    directory = save_vision_model(family, tmp_path / "model")
+    if family == "llava":
+        start_at_zero(directory)
+    file, rows = save_image_rows(tmp_path)
+    freeze = [name for name in ("projector", "vision_tower", "language_model") if name != part]
+    values = a_recipe(directory, file, actor__model__freeze=freeze, data__eval_data_paths=None)
+    steps = order(values)
+    assert all(any(rows[row]["images"] for row in step) for step in steps)
+    assert any(not rows[row]["images"] for step in steps for row in step)
+    oracle = flat_vision.train(directory, rows, steps, lr=LR, dtype=torch.float64, trained=part)
+    exact = ROUNDED if family == "gemma3" else EXACT
+    for got in (run_recipe(values), *run_ranks(run_recipe, 2, values)):
+        assert got.losses == pytest.approx(oracle.losses, rel=exact)
+        assert got.norms == pytest.approx(oracle.norms, rel=exact)
+        for name, tensor in got.weights.items():
+            torch.testing.assert_close(tensor, oracle.weights[name], rtol=exact, atol=exact)
 
 
 def answered(values: dict[str, Any]) -> list[list[int]]:
