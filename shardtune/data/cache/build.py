@@ -155,6 +155,8 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
         tally.note_unread(unread_keys(given, known), number)
     elif isinstance(task.encoder, NamesUnread):
         tally.note_unread(task.encoder.unread(prepared), number)
+    if isinstance(row, FrameRow):
+        tally.note_unread(row.unread, number)
     try:
         fitted = task.encoder.fit(whole)
     except RowDropped as dropped:

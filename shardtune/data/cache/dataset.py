@@ -6,7 +6,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import merge
@@ -83,6 +83,7 @@ class DataReport:
             max_length: the limit, for the rows that are longer.
         """
         limit = "data.max_length" if max_length is None else f"data.max_length: {max_length:,}"
+        named: dict[str, set[str]] = {}
         for file in self.files:
             for outcome, text in _OUTCOMES.items():
                 notes: Notes = getattr(file.tally, outcome)
@@ -92,7 +93,8 @@ class DataReport:
                     rows = f"{notes.count:,} of {file.tally.rows:,} rows"
                     what = text.replace("data.max_length", limit)
                     yield f"{file.label}: {rows} {what}{share}: {_first(notes, examples)}"
-            yield from _unread(file)
+            known = named.setdefault(file.source, set(_of_all_rows(file)))
+            yield from _unread(file, known)
             yield from _control_tokens(file)
             yield from _changed_turns(file)
         for source in dict.fromkeys(file.source for file in self.files):
@@ -121,13 +123,23 @@ class DataReport:
         return found
 
 
-def _unread(file: FileReport) -> Iterator[str]:
-    """A line on keys of some rows that are not read; those of all rows are named with the source."""
-    tally = file.tally
-    encoded = tally.rows - tally.filtered.count - tally.bad.count
-    found = {shown_key(key): notes for key, notes in tally.unread.items() if notes.count < encoded}
+def _of_all_rows(file: FileReport) -> list[str]:
+    """The keys of all rows of a file that are not read; those of a source's first file are named with the source."""
+    encoded = file.tally.rows - file.tally.filtered.count - file.tally.bad.count
+    return [key for key, notes in file.tally.unread.items() if notes.count == encoded]
+
+
+def _unread(file: FileReport, known: Collection[str]) -> Iterator[str]:
+    """A line on keys of some rows, or of all rows of this file, that are not read and were not named.
+
+    Args:
+        file: the file.
+        known: the keys of all rows of the source's first file.
+    """
+    elsewhere = {key for key in _of_all_rows(file) if key in known}
+    found = {shown_key(key): notes for key, notes in file.tally.unread.items() if key not in elsewhere}
     if found:
-        yield f"{file.label}: not read are keys that some rows have: {_counted(found, tally.rows)}"
+        yield f"{file.label}: not read are keys that some rows have: {_counted(found, file.tally.rows)}"
 
 
 def _control_tokens(file: FileReport) -> Iterator[str]:

@@ -35,14 +35,16 @@ class FrameRow(dict[str, Any]):
     Attributes:
         digest: the same for all frames of an episode, so that `data.eval_split` never splits an episode.
         place: the frame in words, for messages.
+        unread: the columns of its row in a table that it is not made of.
     """
 
-    __slots__ = ("digest", "place")
+    __slots__ = ("digest", "place", "unread")
 
-    def __init__(self, content: Mapping[str, object], digest: int, place: str) -> None:
+    def __init__(self, content: Mapping[str, object], digest: int, place: str, unread: Sequence[str] = ()) -> None:
         super().__init__(content)
         self.digest = digest
         self.place = place
+        self.unread = unread
 
 
 @dataclass(frozen=True, slots=True)

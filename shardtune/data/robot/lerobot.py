@@ -164,12 +164,30 @@ def differences(
                 f"dimension {at} of its {role} is {names[at]}, in {name} {others[role][at]} ({len(places)} of "
                 f"{len(names)} names differ): dimensions are taken by their places, and data.transform may order them"
             )
-    rates = [info.get("fps"), first_info.get("fps")]
-    if None not in rates and rates[0] != rates[1]:
+    rate, first_rate = _rate(info, folder), _rate(first_info, first)
+    if (rate is None) != (first_rate is None):
+        lacks, has = ("it", name) if rate is None else (name, "it")
         found.append(
-            f"it has {rates[0]:g} frames a second, {name} {rates[1]:g}: the same number of actions is another time"
+            f"{lacks} has no fps in meta/info.json, {has} {rate or first_rate:g}: whether the same number of actions "
+            "is the same time is not known"
+        )
+    elif rate != first_rate:
+        found.append(
+            f"it has {rate:g} frames a second, {name} {first_rate:g}: the same number of actions is another time"
         )
     return found
+
+
+def _rate(info: Mapping[str, Any], folder: str | Path) -> float | None:
+    """The frames of a second by meta/info.json; None where it has none. Raises `DataError` for other values."""
+    given = info.get("fps")
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
+        raise DataError(
+            f"fps is {given!r}, not a number of frames a second", where=str(Path(folder) / INFO), remedy="correct it"
+        )
+    return float(given)
 
 
 def _named_vectors(folder: str | Path, mapping: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, list[str]]]:

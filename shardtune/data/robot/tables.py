@@ -54,12 +54,15 @@ def unread_columns(chunks: Iterable[Chunk], columns: Mapping[str, str], options:
         columns: `data.columns`.
         options: how frames become rows.
     """
-    row = _first_row(chunks)
-    found = find_columns(tuple(row), columns)
+    names = tuple(_first_row(chunks))
+    return _not_read(names, find_columns(names, columns), options)
+
+
+def _not_read(names: _Names, found: Columns, options: FrameOptions) -> list[str]:
     idle = {"action"} if "actions" in found.named else {*_OF_WHOLE_ROWS}
     idle |= {RETURN, "reward"} - {role_of(options)}
     read = {name for role, name in found.named.items() if role not in idle} | set(found.cameras.values())
-    return [name for name in row if name not in read]
+    return [name for name in names if name not in read]
 
 
 def holds_actions(chunks: Iterable[Chunk], columns: Mapping[str, str]) -> bool:
@@ -90,6 +93,7 @@ class _Frame:
     images: Mapping[str, ImageRecord] = field(default_factory=dict)
     problem: str | None = None
     worth: float | None = None  # its return, or the reward that it is computed from
+    unread: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -100,6 +104,7 @@ class _Grouping:
     options: FrameOptions
     origin: Origin
     _found: dict[_Names, Columns | RowError] = field(default_factory=dict)
+    _unread: dict[_Names, list[str]] = field(default_factory=dict)
     _seen: set[str | int | float] = field(default_factory=set)
     _episode: str | int | float | None = None
     _frames: list[_Frame] = field(default_factory=list)
@@ -154,7 +159,8 @@ class _Grouping:
         names = tuple(row)
         if names not in self._found:
             try:
-                self._found[names] = find_columns(names, self.columns)
+                found = self._found[names] = find_columns(names, self.columns)
+                self._unread[names] = _not_read(names, found, self.options)
             except RowError as error:
                 self._found[names] = error
         found = self._found[names]
@@ -180,7 +186,7 @@ class _Grouping:
             return _Frame(number, place, problem=error.reason, worth=worth)
         if self._digest is None:
             self._digest = episode_digest(self._episode, instruction, action, state)
-        return _Frame(number, place, action, state, instruction, images, worth=worth)
+        return _Frame(number, place, action, state, instruction, images, None, worth, self._unread[tuple(row)])
 
     def _worth(self, row: Row, columns: Columns) -> float | None:
         """The return of a row, or the reward that it is computed from; None where it has none and needs none."""
@@ -269,7 +275,7 @@ class _Grouping:
             "episode": self._episode,
             "frame": present.place,
         }
-        return FrameRow(content, self._digest or 0, self._place(present))
+        return FrameRow(content, self._digest or 0, self._place(present), present.unread)
 
     def _place(self, frame: _Frame) -> str:
         return f"episode {self._episode}, frame {frame.place}"
@@ -313,7 +319,8 @@ class _Grouping:
         if self.options.observations > 1:
             content["earlier"] = self._given(row, columns)
         digest = episode_digest("" if episode is None else episode, instruction, actions[0], content["state"])
-        return FrameRow(content, digest, "" if episode is None else f"episode {episode}, frame {frame}")
+        place = "" if episode is None else f"episode {episode}, frame {frame}"
+        return FrameRow(content, digest, place, self._unread[tuple(row)])
 
     def _given(self, row: Row, columns: Columns) -> list[dict[str, Any]]:
         """The earlier frames that a row holds itself."""

@@ -14,8 +14,9 @@ import torch
 
 from shardtune.batch import Batch, Sample
 from shardtune.config import Recipe
-from shardtune.data.encoder import FrameOptions, Row
+from shardtune.data.encoder import Encoder, FrameOptions, Row
 from shardtune.data.images.augmentation import RowAugmentation
+from shardtune.data.robot.columns import IMAGES
 from shardtune.data.robot.images import decode_frame
 from shardtune.data.robot.representation import ENTRY, check_statistics
 from shardtune.errors import ConfigError, ModelError
@@ -27,6 +28,7 @@ from shardtune.models.action.normalizer import Normalizer
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE, recipe_normalizers
 from shardtune.models.action.tokens import UNNORM_KEY, choose_key
 from shardtune.models.adapter import AdapterRoot, WeightSource
+from shardtune.models.adapter_encoder import FrameFieldEncoder
 from shardtune.models.options import KEY
 from shardtune.models.policies import lerobot_files
 from shardtune.models.policies.features import (
@@ -44,6 +46,17 @@ from shardtune.models.pretrained import model_directory
 IS_PAD = "action_is_pad"
 Inputs = Mapping[str, torch.Tensor]
 """What a policy sees, by feature: states [rows, frames, S], normalised; images uint8 [rows, frames, 3, H, W]."""
+
+
+class PolicyEncoder(FrameFieldEncoder):
+    """The encoder of a policy's rows, with the cameras of a row that the policy does not see."""
+
+    _adapter: Policy
+
+    def unread(self, row: Row) -> Sequence[str]:
+        """Cameras that only some rows have; those of all rows are in the policy's notes."""
+        wanted = {camera_of(feature) for feature in self._adapter.features.cameras}
+        return [f"{IMAGES}{camera}" for camera in sorted(row["images"]) if camera not in wanted]
 
 
 class Policy(ActingAdapter):
@@ -87,6 +100,10 @@ class Policy(ActingAdapter):
             frames = FrameOptions.of(self.recipe.actor.model, self.action_chunk, self.observation_steps)
             self._found = features_of_rows(self.recipe, self.train_data, frames)
         return self._found
+
+    def encoder(self, *, with_prompts: bool) -> Encoder:
+        frames = FrameOptions.of(self.recipe.actor.model, self.action_chunk, self.observation_steps)
+        return PolicyEncoder(self, self.recipe, frames, self._in_memory)
 
     def notes(self) -> Sequence[str]:
         frames = FrameOptions(self.action_chunk, self.observation_steps)

@@ -711,3 +711,21 @@ def test_an_episode_of_another_shape_is_described(tmp_path) -> None:
     odd = replace(episode(2), images={"top": np.zeros((2, 4, 6, 3), np.uint8)})
     with pytest.raises(DataError, match=r"it has the cameras top of 4 x 6 \(height x width\), actions of \d numbers"):
         write_lerobot(tmp_path / "robot", [episode(3), odd], fps=10)
+
+
+def test_rates_of_frames_that_cannot_be_compared(tmp_path: Path, data) -> None:
+    """One without `fps` was mixed with others without a word; one in words ended in a traceback."""
+    for number, name in enumerate(["one", "two"]):
+        write_lerobot(tmp_path / name, [episode(3, seed=number)], fps=10)
+    sources = resolve_sources(
+        [tmp_path / "one", tmp_path / "two"], data, frames=FrameOptions(), report=lambda text: None
+    )
+    assert list(notes_on_other_frames(sources)) == []
+    info = tmp_path / "two" / "meta" / "info.json"
+    content = json.loads(info.read_text())
+    info.write_text(json.dumps({**content, "fps": None}))
+    (note,) = notes_on_other_frames(sources)
+    assert "has no fps in meta/info.json, " in note
+    info.write_text(json.dumps({**content, "fps": "30"}))
+    with pytest.raises(DataError, match="fps is '30', not a number of frames a second"):
+        list(notes_on_other_frames(sources))

@@ -328,3 +328,18 @@ class TestReturns:
         chosen = FrameOptions(chunk, returns=True, **options)
         (source,) = resolve_sources(path, data, frames=chosen, report=lambda text: None)
         return [row.reason if isinstance(row, RowError) else row["return"] for _, row in source.rows(source.files[0])]
+
+
+def test_columns_that_only_later_rows_have_are_named(tmp_path, data):
+    """Those of all rows of the first file are named with the source, before rows are encoded."""
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write(first, [*frames(2, note="x"), *[{**row, "episode_index": 1, "cam": "0.png"} for row in frames(2, note="x")]])
+    write(second, frames(2, note="x", top="0.png"))
+    sources = resolve_sources(
+        {"path": str(tmp_path / "*.jsonl")}, data, frames=FrameOptions(1), report=lambda text: None
+    )
+    lines = build_dataset(sources, FramesEncoder(), cache_dir=tmp_path / "cache").report.lines()
+    assert list(lines) == [
+        f"{first}: not read are keys that some rows have: cam (2 of 4, row 3)",
+        f"{second}: not read are keys that some rows have: top (2 of 2, row 1)",
+    ]

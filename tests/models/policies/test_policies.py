@@ -24,12 +24,14 @@ from safetensors.torch import load, load_file, save_file
 import shardtune
 from shardtune.batch import LossSum
 from shardtune.config import load_recipe
+from shardtune.data.cache.cache import build_dataset
 from shardtune.data.encoder import FrameOptions, RowError
+from shardtune.data.robot.pictures import encode_image
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.chunks import ObservationHistory
 from shardtune.models.find_adapter import find_adapter
-from shardtune.models.policies.policy import Policy
+from shardtune.models.policies.policy import Policy, PolicyEncoder
 from shardtune.models.policies.resnet import FrozenBatchNorm, ResNet, feature_size
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.training.worker.adapter_task import episodes
@@ -278,6 +280,27 @@ def test_what_a_policy_does_not_see_is_named(folder: Path) -> None:
     note = "of light the policy does not see the camera wrist: not in actor.model.options.input_features"
     assert note in blind.notes()
     assert not any("not see" in note for note in find_adapter(load_recipe(recipe(folder, "act"))).notes())
+
+
+def test_a_camera_that_only_later_rows_have_is_named(tmp_path: Path) -> None:
+    """It was left out without a word, as what a policy sees is that of the first row."""
+    (tmp_path / "0.png").write_bytes(encode_image(robot.frame(0), "png"))
+    shown = ["wrist", "wrist"], ["side", "wrist"]
+    rows = [
+        {"episode": number, "action": [number, frame], "state": [frame], "task": "go"}
+        | {f"observation.images.{camera}": "0.png" for camera in cameras}
+        for number, cameras in enumerate(shown)
+        for frame in range(3)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = policy_of(recipe(tmp_path, "act"), f"data.train_data_paths={tmp_path / 'rows.jsonl'}")
+    encoder = policy.encoder(with_prompts=False)
+    assert isinstance(encoder, PolicyEncoder)
+    (source,) = resolve_sources(
+        tmp_path / "rows.jsonl", policy.recipe.data, frames=encoder.frames, report=lambda _: None
+    )
+    (line,) = build_dataset([source], encoder, cache_dir=tmp_path / "cache").report.lines()
+    assert line.endswith("not read are keys that some rows have: images.side (3 of 6, row 4)")
 
 
 def test_which_statistics_several_data_sets_have_is_said(folder: Path) -> None:
