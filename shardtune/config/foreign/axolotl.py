@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from shardtune.config.foreign import axolotl_data, rules
 from shardtune.config.foreign.axolotl_keys import TABLE
 from shardtune.config.foreign.conversion import Conversion, Kind
+from shardtune.config.foreign.rows import EVAL
 from shardtune.config.foreign.sharding import sharding
+from shardtune.config.foreign.training_arguments import best_model, early_stop_metric
 from shardtune.config.foreign.values import REPORTS, is_on, listed, names, number, whole
 from shardtune.errors import ConfigError
 
@@ -64,10 +66,10 @@ def convert(c: Conversion) -> None:
     if c.has("processor_type"):
         c.put("actor.model.model_type", "vision_language", "processor_type")
     sharding(c)
+    axolotl_data.convert(c)
     _intervals(c, total)
     _adapter(c)
     _tokens(c)
-    axolotl_data.convert(c)
 
 
 def _long_rows(c: Conversion) -> None:
@@ -162,8 +164,9 @@ def _precision(c: Conversion) -> None:
 def _intervals(c: Conversion, total: int | None) -> None:
     evaluation = "evaluation_strategy" if c.has("evaluation_strategy") else "eval_strategy"
     is_evaluated = bool(number(c.get("val_set_size"))) or c.has("test_datasets")
+    has_rows = EVAL in c.lines or "data.eval_split" in c.lines
     for key, strategy, steps, times, default in (
-        ("runner.eval_interval", evaluation, "eval_steps", "evals_per_epoch", "no"),
+        ("runner.eval_interval", evaluation, "eval_steps", "evals_per_epoch", "epoch" if has_rows else "no"),
         ("runner.save_interval", "save_strategy", "save_steps", "saves_per_epoch", "epoch"),
     ):
         if key == "runner.eval_interval" and not is_evaluated:
@@ -180,6 +183,12 @@ def _intervals(c: Conversion, total: int | None) -> None:
     if patience:
         c.put("runner.early_stop.enabled", True, "early_stopping_patience")
         c.put("runner.early_stop.patience", patience, "early_stopping_patience")
+        early_stop_metric(c)
+    if is_evaluated:
+        best_model(c)
+    else:
+        names = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+        c.not_needed("there is no evaluation data", *names)
     rules.run_directory(c, "output_dir", "wandb_name")
     _loggers(c)
 

@@ -14,6 +14,7 @@ from shardtune.config.foreign.rows import (
     as_entries,
     entry,
     files_of,
+    hold_out,
     of_evaluation,
     sets_of,
     split_of,
@@ -37,11 +38,15 @@ ALPACA_TEXT = (
 
 def convert(c: Conversion) -> None:
     """Read the data sets, the template and the targets."""
+    training: list[dict[str, object]] = []
     for section, key in SECTIONS:
         entries = [line for name, given in sets_of(c, section) for line in _entries(c, name, key, given)]
         if entries:
             c.put(key, as_entries(entries), comment=section)
-    _held_out(c)
+        training = entries if key == TRAIN else training
+    hold_out(c, "val_set_size", training)
+    if not number(c.get("val_set_size")):
+        c.record("val_set_size", Kind.DEFAULT, "no rows are held out")
     _targets(c)
     _template(c)
     in_order = is_on(c.get("sample_packing_sequentially")) or is_on(c.get("curriculum_sampling"))
@@ -54,16 +59,6 @@ def convert(c: Conversion) -> None:
         c.put("data.shuffle", True)
     if not shuffled and not in_order:
         c.notes.append("shuffle_merged_datasets: false alone leaves the shuffling of the sampler, so rows are shuffled")
-
-
-def _held_out(c: Conversion) -> None:
-    size = number(c.get("val_set_size")) or 0.0
-    if 0 < size < 1:
-        c.put("data.eval_split", size, "val_set_size", comment="val_set_size; which rows differs")
-    elif size:
-        c.missing("data.eval_split is a share of the rows: val_set_size / rows", "val_set_size")
-    else:
-        c.record("val_set_size", Kind.DEFAULT, "no rows are held out")
 
 
 def _kind(given: Mapping[str, object]) -> str:

@@ -138,11 +138,9 @@ TABLE: Table = {
     "save_total_limit": To("runner.keep_last", default=4),
     "save_first_step": Missing("--dry-run checks the saving of a run, before it"),
     "save_only_model": Missing("a checkpoint always holds all that continues the run; final/ is the model alone"),
-    "load_best_model_at_end": Missing(
-        "runner.best.monitor: eval/loss keeps checkpoints/best; final/ is the last model"
-    ),
-    "metric_for_best_model": Missing("runner.best.monitor: eval/loss", (None, "eval_loss", "loss")),
-    "greater_is_better": Missing("runner.best.mode: max"),
+    "load_best_model_at_end": By("runner.best.monitor: eval/loss, which keeps checkpoints/best"),
+    "metric_for_best_model": By("runner.best.monitor: eval/loss, and runner.early_stop.monitor"),
+    "greater_is_better": By("runner.best.mode: max, and runner.early_stop.mode"),
     "early_stopping_patience": By("runner.early_stop: {enabled: true, patience: N}"),
     "loss_watchdog_threshold": Missing("runner.on_spike: stop ends a run at a loss far above the last ones"),
     "logging_steps": To("runner.logger.log_interval", whole_number("a number of steps")),

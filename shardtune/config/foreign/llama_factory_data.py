@@ -13,6 +13,7 @@ from shardtune.config.foreign.rows import (
     TRAIN,
     as_entries,
     entry,
+    hold_out,
     of_evaluation,
     rows_of,
     split_of,
@@ -40,22 +41,20 @@ KEYS = {"role_tag": ("role", "from"), "content_tag": ("content", "value")}
 def convert(c: Conversion, stage: str) -> None:
     """Read the data sets of training and evaluation."""
     info = _info(c)
+    training: list[dict[str, object]] = []
     for key, ours in (("dataset", TRAIN), ("eval_dataset", EVAL)):
         given = [str(name) for name in listed(c.get(key))]
         entries = [line for name in given if (line := _entry(c, name, info.get(name), stage, ours)) is not None]
         if ours == TRAIN:
             _weigh(c, entries, len(given))
+            training = entries
         if entries:
             others = ("dataset_dir", "max_samples") if key == "dataset" else ()
             c.put(ours, as_entries(entries), key, *others, comment=key)
         elif given:
             c.missing(f"name the files, or data sets of the Hub: {ours}", key)
         _list_unknown(c, key, ours, info)
-    size = number(c.get("val_size", 0.0)) or 0.0
-    if 0 < size < 1:
-        c.put("data.eval_split", size, "val_size", comment="val_size; which rows differs")
-    elif size:
-        c.missing("data.eval_split is a share of the rows: val_size / rows", "val_size")
+    hold_out(c, "val_size", training)
 
 
 def _weigh(c: Conversion, entries: Sequence[dict[str, object]], sets: int) -> None:

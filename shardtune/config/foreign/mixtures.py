@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shardtune.config.foreign.conversion import Conversion, Kind
-from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, rows_of, split_of
+from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, hold_out, split_of
 from shardtune.config.foreign.values import listed, number
 
 MIXTURE, MIXER = "dataset_mixture", "dataset_mixer"
@@ -40,7 +40,7 @@ def _of_list(c: Conversion) -> None:
     if entries:
         c.put(TRAIN, as_entries(entries), comment=f"{MIXTURE}.datasets")
     c.not_needed("runner.seed is the seed of everything", f"{MIXTURE}.seed")
-    _held_out(c, f"{MIXTURE}.test_split_size", entries)
+    hold_out(c, f"{MIXTURE}.test_split_size", entries)
     for name in [name for name in c.given if name.startswith(f"{MIXTURE}.") and name not in c.outcomes]:
         c.record(name, Kind.UNKNOWN, f"no key of {MIXTURE} that is known here")
 
@@ -61,20 +61,6 @@ def _entry(c: Conversion, name: str, given: Mapping[str, object]) -> dict[str, o
     if weight is not None and weight < 1:
         c.notes.append(f"{name}.weight: {OF_EACH}")
     return found
-
-
-def _held_out(c: Conversion, name: str, entries: Sequence[Mapping[str, object]]) -> None:
-    """A share of all rows, or a number of them, as `train_test_split` of `datasets` reads it."""
-    size = number(c.get(name))
-    if size is None:
-        return
-    if size >= 1:
-        counts = [(number(one.get("weight", 1)) or 0.0) * (rows_of(c, str(one["path"])) or 0) for one in entries]
-        if not all(counts) or sum(counts) <= size:
-            c.missing(f"data.eval_split is a share of the rows: {size:g} / their number", name)
-            return
-        size = float(f"{size / sum(counts):.6g}")
-    c.put("data.eval_split", size, name, comment="test_split_size; which rows differs")
 
 
 def _of_names(c: Conversion, evaluates: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardtune.config.foreign.conversion import DATA_SUFFIXES, Conversion
-from shardtune.config.foreign.values import listed
+from shardtune.config.foreign.values import listed, number, whole
 
 BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 """Readers of `datasets`, which stand in place of a path."""
@@ -68,6 +68,29 @@ def held_out(training: object, evaluation: object) -> float | None:
     if first is None or last is None or first.groups() != last.groups() or not 0 < int(first[2]) < 100:
         return None
     return (100 - int(first[2])) / 100
+
+
+def hold_out(c: Conversion, name: str, entries: Sequence[Mapping[str, object]]) -> None:
+    """Write a share of all rows, or a number of them, as `train_test_split` of `datasets` reads it.
+
+    Args:
+        c: the conversion.
+        name: of their key.
+        entries: of the training rows, which are counted where they are at hand.
+    """
+    size = number(c.get(name)) or 0.0
+    if not size:
+        return
+    if size >= 1:
+        counts = [
+            (number(one.get("weight", 1)) or 0.0) * (rows_of(c, str(one["path"]), whole(one.get("max_samples"))) or 0)
+            for one in entries
+        ]
+        if not counts or not all(counts) or sum(counts) <= size:
+            c.missing(f"data.eval_split is a share of the rows: {size:g} / their number", name)
+            return
+        size = float(f"{size / sum(counts):.6g}")
+    c.put("data.eval_split", size, name, comment=f"{name.rpartition('.')[2]}; which rows differs")
 
 
 def sets_of(c: Conversion, section: str) -> list[tuple[str, Mapping[str, object]]]:

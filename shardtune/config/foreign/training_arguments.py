@@ -146,7 +146,7 @@ def training_arguments(c: Conversion, *, logging: int, rate: float, precision: s
         rules.hub(c, "hub_model_id", "push_to_hub")
     else:
         c.not_needed("push_to_hub is off", "push_to_hub", "hub_model_id")
-    _best(c)
+    best_model(c)
     kind = str(c.get("train_sampling_strategy", "random"))
     c.put("data.shuffle", kind != "sequential", "train_sampling_strategy")
 
@@ -198,7 +198,8 @@ def _logging(c: Conversion, default: int, total: int | None) -> None:
     c.put("runner.logger.log_interval", int(every), "logging_steps", comment=comment)
 
 
-def _best(c: Conversion) -> None:
+def best_model(c: Conversion) -> None:
+    """Write the metric by which the best checkpoint is kept."""
     if not is_on(c.get("load_best_model_at_end")):
         c.record("load_best_model_at_end", Kind.DEFAULT, "final/ is the last model")
         c.not_needed("load_best_model_at_end is off", "metric_for_best_model", "greater_is_better")

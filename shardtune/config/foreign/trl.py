@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from shardtune.config.foreign import rules
 from shardtune.config.foreign.conversion import Conversion, Kind, short
 from shardtune.config.foreign.mixtures import mixture
-from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, files_of, first_row, split_of, unread_files
+from shardtune.config.foreign.rows import (
+    EVAL,
+    TRAIN,
+    as_entries,
+    entry,
+    files_of,
+    first_row,
+    held_out,
+    split_of,
+    unread_files,
+)
 from shardtune.config.foreign.table import By, Missing, NoCounterpart, NotNeeded, Table, To, each
 from shardtune.config.foreign.training_arguments import HUB, TRAINING_ARGUMENTS, training_arguments
 from shardtune.config.foreign.values import as_number, is_on, names, whole
@@ -282,6 +292,10 @@ def _data(c: Conversion) -> None:
         c.not_needed("no dataset_name", *own[1:])
         return
     path = c.path(c.get("dataset_name")) + (f":{c.get('dataset_config')}" if c.has("dataset_config") else "")
+    share = held_out(c.get("dataset_train_split"), c.get("dataset_test_split")) if evaluates else None
+    if share is not None:
+        _parts_of_one(c, path, share)
+        return
     train, lost = split_of(c.get("dataset_train_split"))
     c.put(TRAIN, as_entries([entry(path, **train)]), *_NAMES, "dataset_train_split")
     if lost:
@@ -297,6 +311,14 @@ def _data(c: Conversion) -> None:
 
 
 _NAMES = ("dataset_name", "dataset_config")
+
+
+def _parts_of_one(c: Conversion, path: str, share: float) -> None:
+    """Write two parts of one split, `train[:95%]` and `train[95%:]`, as a share of it that is held out."""
+    split = str(c.get("dataset_train_split")).partition("[")[0].strip()
+    c.put(TRAIN, as_entries([entry(path, split=None if split == "train" else split)]), *_NAMES)
+    both = ("dataset_train_split", "dataset_test_split")
+    c.put("data.eval_split", share, *both, comment=f"{', '.join(both)}; which rows differs")
 
 
 def _mixed(c: Conversion, place: int, given: Mapping[str, object]) -> list[dict[str, object]]:

@@ -202,8 +202,20 @@ def test_the_files_of_a_split_are_those_of_the_split(of):
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
 
+def test_two_parts_of_one_split_of_trl_are_one_share(of):
+    """All rows were trained, those of the evaluation too, as a remark at the end of the recipe said."""
+    splits = {"dataset_train_split": "train_sft[:95%]", "dataset_test_split": "train_sft[95%:]"}
+    found = of("trl", **splits, eval_strategy="epoch")
+    assert value(found, TRAIN) == {"path": "org/rows", "split": "train_sft"}
+    assert (value(found, EVAL), value(found, "data.eval_split")) == ("absent", 0.05)
+    assert {found.conversion.outcomes[name].kind for name in splits} == {Kind.TRANSLATED}
+    assert "does not load" not in found.report
+    found = of("trl", **splits)  # without evaluation nothing says that the rest is held out
+    assert found.conversion.outcomes["dataset_train_split"].kind is Kind.MISSING
+
+
 def test_parts_of_splits_of_trl_are_said(of):
-    splits = {"dataset_train_split": "train[:90%]", "dataset_test_split": "train[90%:]", "eval_strategy": "epoch"}
+    splits = {"dataset_train_split": "train[:90%]", "dataset_test_split": "train[95%:]", "eval_strategy": "epoch"}
     found = of("trl", **splits)
     assert (value(found, TRAIN), value(found, EVAL)) == ("org/rows", {"path": "org/rows", "split": "train"})
     assert {found.conversion.outcomes[name].kind for name in list(splits)[:2]} == {Kind.MISSING}
@@ -214,6 +226,27 @@ def test_parts_of_splits_of_trl_are_said(of):
         "colums": Kind.UNKNOWN,
         "columns": Kind.NOT_NEEDED,
     }
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "name"),
+    [
+        ("axolotl", {"datasets": [{"path": "rows.jsonl", "type": "chat_template"}]}, "val_set_size"),
+        ("llama-factory", {"dataset": "own", "dataset_dir": "."}, "val_size"),
+    ],
+)
+def test_a_number_of_rows_is_a_share_where_they_can_be_counted(
+    of, tmp_path: Path, trainer: str, given: dict[str, Any], name: str
+):
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n' * 400)
+    columns = {"formatting": "sharegpt", "columns": {"messages": "messages"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"own": {"file_name": "rows.jsonl", **columns}}))
+    found = of(trainer, **given, **{name: 100})
+    assert value(found, "data.eval_split") == 0.25
+    assert found.conversion.outcomes[name].kind is Kind.TRANSLATED
+    too_many = of(trainer, **given, **{name: 400})
+    assert value(too_many, "data.eval_split") == "absent"
+    assert too_many.conversion.outcomes[name].kind is Kind.MISSING
 
 
 # -- Axolotl -----------------------------------------------------------------------------------------------------------

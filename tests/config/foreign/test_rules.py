@@ -266,6 +266,20 @@ OFFLOAD, RESHARD = "actor.fsdp_config.cpu_offload", "actor.fsdp_config.reshard_a
             "runner.early_stop.mode",
             "max",
         ),
+        (
+            "axolotl",
+            {"early_stopping_patience": 2, "metric_for_best_model": "eval_accuracy", "val_set_size": 0.1},
+            "runner.early_stop.monitor",
+            "eval/accuracy",
+        ),
+        (
+            "axolotl",
+            {"load_best_model_at_end": True, "metric_for_best_model": "loss", "val_set_size": 0.1},
+            "runner.best.monitor",
+            "eval/loss",
+        ),
+        ("axolotl", {"load_best_model_at_end": True}, "runner.best.monitor", "absent"),
+        ("axolotl", {"val_set_size": 0.1}, "runner.eval_interval", "epoch"),  # as there, where there are rows for it
         ("axolotl", {"batch_size": 12, "micro_batch_size": 3}, "actor.global_batch_size", 12),
         ("axolotl", {"wandb_project": "p"}, "runner.logger.project_name", "p"),
         ("axolotl", {"chat_template": "chatml"}, "data.chat_template", "chatml"),
