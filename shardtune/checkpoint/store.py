@@ -147,6 +147,34 @@ class CheckpointStore:
             remedy=f"make room, {lower}or set runner.logger.log_path to another disk",
         )
 
+    def note_on_space(self, checkpoint: int, model: int, saves: int, steps: int, *, best: bool) -> str:
+        """A line if the disk has no room for all checkpoints of a run at a time, "" if it has (rank 0).
+
+        With `keep_last: 3` there are four while the fourth and each later one is written, and one more if the best is
+        an older one. Those that there are already count as well.
+
+        Args:
+            checkpoint: bytes of one.
+            model: bytes of the model that is saved in the end.
+            saves: checkpoints that the run writes.
+            steps: of the run.
+            best: whether the best one is kept too.
+        """
+        lasting = min(saves, self.keep_last)
+        for_good = max(0, steps // self.keep_every - lasting) if self.keep_every and saves > lasting else 0
+        number = lasting + for_good + (saves > lasting) * (1 + best)
+        needed = number * checkpoint + (model if saves <= lasting else 0)
+        needed -= sum(map(content_size, self.all()))
+        free = free_bytes(self.folder)
+        if number < 2 or free >= needed:
+            return ""
+        kept = f"runner.keep_last: {self.keep_last}, and one while it is written" if saves > lasting else "the run's"
+        return (
+            f"disk: {number} checkpoints of about {size_text(checkpoint)} ({kept}) need {size_text(needed)}, and "
+            f"{size_text(free)} are free in {self.folder.parent}: a later save would end the run; make room, lower "
+            "runner.keep_last, or set runner.logger.log_path to another disk"
+        )
+
     def begin(self, step: int, *, needed_bytes: int = 0) -> Path:
         """A fresh folder to write the checkpoint of `step` into (rank 0). Removes what an interrupted save left.
 

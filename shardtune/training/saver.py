@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.training_state import STATE_FILE
+from shardtune.config import RunnerConfig
 from shardtune.errors import CheckpointError, ModelError
 from shardtune.launch.events import write_event
 from shardtune.launch.progress import PROGRESS, SAVING
@@ -40,6 +42,14 @@ def on_main(ranks: Ranks, action: Callable[[], T]) -> T:
 
 class UnfitWeights(ModelError):
     """The weights are not finite."""
+
+
+def expected_saves(runner: RunnerConfig, steps: int) -> int:
+    """How many checkpoints a run of so many steps writes, at least."""
+    interval = runner.save_interval
+    if isinstance(interval, str):
+        return runner.max_epochs if runner.max_epochs > 0 and runner.max_steps <= 0 else 1
+    return max(1, math.ceil(steps / interval)) if interval > 0 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +105,17 @@ class Saver:
         self.waited = 0.0
 
     def require_space(self) -> None:
-        """Check, before training, that the disk has room for a checkpoint and for the model in `final/`."""
-        needed = self._worker.state.checkpoint_bytes() + self._worker.state.model_bytes()
-        on_main(self._ranks, lambda: self._store.require_space(needed))
+        """Check, before training, that the disk has room for a checkpoint and for the model in `final/`.
+
+        Where it has none for all checkpoints that will be kept, there is a line.
+        """
+        checkpoint, model = self._worker.state.checkpoint_bytes(), self._worker.state.model_bytes()
+        on_main(self._ranks, lambda: self._store.require_space(checkpoint + model))
+        runner, steps = self._worker.recipe.runner, self._worker.position.horizon
+        saves, best = expected_saves(runner, steps), runner.best.monitor is not None
+        note = on_main(self._ranks, lambda: self._store.note_on_space(checkpoint, model, saves, steps, best=best))
+        if note:
+            self._worker.report(note)
 
     def save(self, state: dict[str, object], *, best: bool = False, notify: bool = True) -> None:
         """Write a checkpoint of the worker's current state; if this step has one already, update only its run state.

@@ -275,6 +275,41 @@ def test_a_lower_keep_last_makes_room_for_the_next(tmp_path: Path, monkeypatch: 
     assert fewer.steps() == [3]
 
 
+@pytest.mark.parametrize(
+    ("saves", "best", "free", "number"),
+    [
+        (1, False, 1000, 0),  # one is checked before training
+        (2, False, 2999, 2),  # and the model in the end, of 1000
+        (2, False, 3000, 0),
+        (3, True, 3999, 3),
+        (4, False, 3999, 4),  # three are kept while the fourth is written
+        (4, False, 4000, 0),
+        (9, True, 4999, 5),
+        (9, True, 5000, 0),
+    ],
+)
+def test_too_little_room_for_all_checkpoints_has_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int, best: bool, free: int, number: int
+) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=3)
+    usage = atomic.shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage)
+    note = store.note_on_space(1000, 1000, saves, 100, best=best)
+    assert note.startswith(f"disk: {number} checkpoints of about 1 kB (" if number else "")
+    assert bool(note) == bool(number)
+
+
+def test_checkpoints_for_good_and_those_that_there_are_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1, keep_every=10)
+    usage = atomic.shutil.disk_usage(tmp_path)._replace(free=10_500)
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage)
+    assert "11 checkpoints" in store.note_on_space(1000, 0, 20, 100, best=False)
+    folder = store.begin(1)
+    (folder / "weights").write_bytes(bytes(1000))
+    store.commit(folder, 1, {})
+    assert store.note_on_space(1000, 0, 20, 100, best=False) == ""
+
+
 def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 import shardtune
 from shardtune.checkpoint import atomic
+from shardtune.checkpoint.store import CheckpointStore
 from shardtune.errors import CheckpointError, ConfigError, Interrupted
 from shardtune.run.directory import plan_run, tidy
 from tests.support.tiny_run import Tiny, lines, make_tiny, recorded_rows, rows, signal_after, write_rows
@@ -341,6 +343,19 @@ def test_two_runs_in_one_directory_are_refused(tiny: Tiny, monkeypatch: pytest.M
         holder.kill()
         holder.wait()
     assert (tiny.run("done") / "checkpoints/global_step_4").is_dir()
+
+
+def test_a_disk_too_small_for_a_second_checkpoint_has_a_line(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    monkeypatch.setattr(CheckpointStore, "require_space", lambda self, needed: found.append(needed))
+    shardtune.train(tiny.recipe("first", runner__save_interval=1))
+    assert "a later save would end the run" not in capsys.readouterr().err
+    usage = shutil.disk_usage(tiny.folder)._replace(free=found[0])
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage)
+    shardtune.train(tiny.recipe("second", runner__save_interval=1))
+    assert re.search(r"disk: 4 checkpoints of about .* are free in .*second: a later save", capsys.readouterr().err)
 
 
 def test_a_disk_too_small_is_found_before_training(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
