@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 # Private-use characters like those of `rendering` and `outline`, but others.
 _OPEN, _CLOSE = "\ue0f5\ue0fa", "\ue0fb\ue0f6"
@@ -52,6 +53,41 @@ def enclosed(content: str, separator: str) -> str:
 def is_left_out(marked: str) -> bool:
     """Whether a rendering has none of the marks of a turn that is `enclosed`."""
     return _OPEN not in marked and _CLOSE not in marked
+
+
+def values_of(arguments: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    """The texts, numbers and truth values in the arguments of a call that are not empty, each with its place."""
+    if isinstance(arguments, Mapping | list):
+        pairs = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
+        for key, value in pairs:
+            yield from values_of(value, (*place, key))
+    elif arguments is not None and str(arguments).strip():
+        yield place, arguments
+
+
+def enclosed_value(arguments: Any, place: Sequence[str | int]) -> Any:
+    """The arguments with marks around the text at a place, or instead of a value that is no text."""
+    if not place:
+        return f"{_OPEN}{arguments if isinstance(arguments, str) else ''}{_CLOSE}"
+    changed = dict(arguments) if isinstance(arguments, Mapping) else list(arguments)
+    changed[place[0]] = enclosed_value(arguments[place[0]], place[1:])
+    return changed
+
+
+def is_value_printed(value: object, text: str) -> bool:
+    """Whether a text has a value of arguments, as it is or as JSON or Python write it, in a text within a text too."""
+    forms = {value.strip()} if isinstance(value, str) else {str(value), json.dumps(value, default=str)}
+    for _ in range(2):
+        if any(form in text for form in forms):
+            return True
+        forms = {written for form in forms for written in (quoted(form), json.dumps(form)[1:-1], repr(form)[1:-1])}
+    return any(form in text for form in forms)
+
+
+def has_both_marks(marked: str) -> bool:
+    """Whether a rendering has both marks of one value, which may be written as `\\ue0f5` there."""
+    written = marked.lower()
+    return all(mark in written or f"u{ord(mark):04x}" in written for mark in (_OPEN[0], _CLOSE[-1]))
 
 
 def is_at_its_place(piece: str, marked: str, text: str) -> bool:

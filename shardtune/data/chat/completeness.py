@@ -5,12 +5,16 @@ from __future__ import annotations
 from shardtune.data.chat.changes import (
     Change,
     enclosed,
+    enclosed_value,
+    has_both_marks,
     is_at_its_place,
     is_left_out,
     is_printed,
+    is_value_printed,
     pieces_of,
     quoted,
     reason_of_change,
+    values_of,
 )
 from shardtune.data.chat.printed_template import PrintedTemplate
 from shardtune.data.chat.reasoning import TAGS
@@ -78,7 +82,32 @@ class Completeness:
         for call in message.get("tool_calls") or ():
             if call["function"]["name"] not in turn:
                 raise RowError(f"message {index + 1}: the chat template does not render tool calls")
+        self._require_arguments(chat, index, turn)
         return changes
+
+    def _require_arguments(self, chat: Chat, index: int, turn: str) -> None:
+        """Refuse calls of which an argument, or a part of it, is left out. Any way of writing it is fine."""
+        for number, call in enumerate(chat.messages[index].get("tool_calls") or ()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            for place, value in values_of(arguments):
+                if is_value_printed(value, turn):
+                    continue
+                marked = self._with_arguments(chat, index, number, enclosed_value(arguments, place))
+                if marked is not None and not has_both_marks(marked):
+                    raise RowError(
+                        f"message {index + 1}: the chat template leaves out the argument {place[0]!r} of the call of "
+                        f"{name}, or a part of it"
+                    )
+
+    def _with_arguments(self, chat: Chat, index: int, number: int, arguments: object) -> str | None:
+        """The whole rendering with other arguments of a call; None if that cannot be rendered."""
+        messages, calls = list(chat.messages), list(chat.messages[index]["tool_calls"])
+        calls[number] = {**calls[number], "function": {**calls[number]["function"], "arguments": arguments}}
+        messages[index] = {**messages[index], "tool_calls": calls}
+        try:
+            return self._template.render(messages, chat.tools, arguments=chat.arguments)
+        except RowError:
+            return None
 
     def _has(self, turn: str, answer: str) -> bool:
         """Whether a turn has the answer before the token that ends it, which an answer may also end with itself."""

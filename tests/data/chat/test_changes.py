@@ -104,3 +104,54 @@ def test_an_answer_that_spells_the_end_of_a_turn_behind_its_marks_is_whole(make_
     tokenizer = make_tokenizer(eos_token="</s>")
     sample = ChatEncoder(tokenizer, text).encode(answers("What ends it?", "It is </s> in HTML."))
     assert trained(tokenizer, sample) == ["It is </s> in HTML.</s>"]
+
+
+ARGUMENTS = {
+    "query": 'say "hi" to <b>Åsa & Øl</b>\n\tand 日本, c:\\dir',
+    "nested": {"list": ["it's", {"deep": "end"}], "json": '{"a": "b\\nc"}'},
+    "numbers": [3, 1e-5, -2.50, True, None, ""],
+    "blank": " padded ",
+}
+WAYS = {
+    "json": "{{ call.function.arguments | tojson }}",
+    "spaced": "{{ call.function.arguments | tojson(indent=2) }}",
+    "ascii": "{{ call.function.arguments | tojson(ensure_ascii=true) }}",
+    "python": "{{ call.function.arguments }}",
+    "twice": "{{ call.function.arguments | tojson | tojson }}",
+    "one by one": "{% for name, value in call.function.arguments.items() %}<{{ name }}>\n"
+    "{{ value if value is string else value | tojson }}\n</{{ name }}>{% endfor %}",
+    "escaped": "{% for value in call.function.arguments.values() %}{{ value | string | e }}{% endfor %}",
+    "upper": "{% for value in call.function.arguments.values() %}{{ value | string | upper }}{% endfor %}",
+}
+CALLING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }} CALL{% endfor %}</s>{% endfor %}"
+)
+
+
+def called(make_tokenizer, way: str) -> None:
+    call = {"type": "function", "function": {"name": "search", "arguments": ARGUMENTS}}
+    messages = [turn("user", "?"), turn("assistant", None, tool_calls=[call, call])]
+    encoder = ChatEncoder(make_tokenizer(eos_token="</s>"), CALLING.replace("CALL", way))
+    encoder.encode({"messages": messages})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arguments_of_calls_may_be_written_in_any_way(make_tokenizer, way):
+    called(make_tokenizer, WAYS[way])
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        ("()", "query"),
+        ("{{ call.function.arguments.query }}", "nested"),
+        ("{{ (call.function.arguments | tojson)[:12] }}", "query"),
+        ("{{ (call.function.arguments | tojson)[:60] }}", "nested"),
+        ("{{ call.function.arguments.query }}{{ call.function.arguments.nested }}", "numbers"),
+    ],
+)
+def test_arguments_of_calls_that_are_left_out_are_refused(make_tokenizer, way, name):
+    """A template without them trained the name alone, without a word."""
+    with pytest.raises(RowError, match=f"message 2: the chat template leaves out the argument '{name}' of the call of"):
+        called(make_tokenizer, way)
