@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import PreTrainedTokenizerBase
 
 from shardtune.config import Recipe
@@ -12,9 +14,12 @@ from shardtune.models.adapter import Adapter
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.pretrained import load_tokenizer, settings_directory
+from shardtune.models.vision.vision_language import VisionLanguage
+from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.ranks import num_ranks
 
 KEY = "actor.teacher.model_path"
+VISION = "vision_language"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -28,9 +33,14 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
         "precision": teacher.precision or model.precision,
         "attn_implementation": model.attn_implementation,
         "trust_remote_code": model.trust_remote_code,
+        "model_type": model.model_type,
     }
+    processor = recipe.actor.tokenizer.tokenizer_model or model.model_path
+    own = model.model_type != VISION or _tokenizer_directory(recipe) is not None
     for key in ("loss", "teacher", "tokenizer", "neftune_alpha", "label_smoothing", "z_loss"):
         values["actor"][key] = plain["actor"][key]
+    if not own:
+        values["actor"]["tokenizer"]["tokenizer_model"] = processor
     values["actor"]["optim"] = plain["actor"]["optim"]
     values["data"]["eval_split"] = plain["data"]["eval_split"]
     return stored_recipe(values)
@@ -44,11 +54,15 @@ def find_teacher(recipe: Recipe, adapter: Adapter) -> CausalLM:
         adapter: of the model that is trained.
 
     Raises:
-        ConfigError: the model is no causal language model, the teacher cannot be read, or has another vocabulary.
+        ConfigError: the model is no language model, the teacher cannot be read, or has another vocabulary or other
+            inputs for images.
     """
-    if not isinstance(adapter, CausalLM) or type(adapter).further_inputs is not CausalLM.further_inputs:
+    with_images = type(adapter) is VisionLanguage
+    plain = isinstance(adapter, CausalLM) and type(adapter).further_inputs is CausalLM.further_inputs
+    if not isinstance(adapter, CausalLM) or not (plain or with_images):
         raise ConfigError(
-            f"actor.loss: distill is for causal language models; {type(adapter).__name__} is none",
+            f"actor.loss: distill is for causal language models and vision-language models; {type(adapter).__name__} "
+            "is none",
             where=recipe.where("actor.loss") or "actor.loss",
             remedy="leave it out, and compute the teacher in the loss of your own adapter",
         )
@@ -56,10 +70,12 @@ def find_teacher(recipe: Recipe, adapter: Adapter) -> CausalLM:
     where = recipe.where(KEY) or KEY
     try:
         own = _tokenizer(recipe)
-        teacher = find_adapter(teacher_recipe(recipe), tokenizer=own or adapter.tokenizer)
+        teacher = find_adapter(teacher_recipe(recipe), tokenizer=None if with_images else own or adapter.tokenizer)
     except ShardtuneError as error:
         raise ConfigError(f"the teacher {path}: {error.what}", where=where, remedy=error.remedy) from error
     assert isinstance(teacher, CausalLM)
+    if isinstance(adapter, VisionLanguage):
+        _require_images_of(recipe, adapter, teacher)
     difference = _difference(adapter.tokenizer, own, teacher.vocabulary) if own is not None else ""
     sizes = adapter.vocabulary, teacher.vocabulary
     layout = Layout.of(recipe.actor, num_ranks(recipe.runner))
@@ -88,11 +104,41 @@ def find_teacher(recipe: Recipe, adapter: Adapter) -> CausalLM:
     return teacher
 
 
+def _require_images_of(recipe: Recipe, adapter: VisionLanguage, teacher: CausalLM) -> None:
+    """Refuse a teacher that does not take the inputs for images as they are made for the model."""
+    path, precision = recipe.actor.teacher.model_path, recipe.actor.teacher.precision
+    kinds = [each.config.model_type for each in (adapter, teacher)]
+    what = ""
+    if not isinstance(teacher, VisionLanguage) or kinds[0] != kinds[1]:
+        what = f"is of type {kinds[1]}, the model of type {kinds[0]}"
+    elif teacher.images.cache_key() != adapter.images.cache_key():
+        what = "has another processor than the model"
+    if what:
+        raise ConfigError(
+            f"the teacher {path} {what}, and both read the same images and text",
+            where=recipe.where(KEY) or KEY,
+            remedy="take a teacher of the same family of models, whose processor is the same",
+        )
+    own = recipe.actor.model.precision
+    if precision is not None and COMPUTE_DTYPE[precision] != COMPUTE_DTYPE[own]:
+        raise ConfigError(
+            f"actor.teacher.precision: {precision}, and images are prepared once, in actor.model.precision: {own}",
+            where=recipe.where("actor.teacher.precision") or "actor.teacher.precision",
+            remedy="leave it out",
+        )
+
+
+def _tokenizer_directory(recipe: Recipe) -> Path | None:
+    """The teacher's directory, if it has a tokenizer."""
+    folder = settings_directory(recipe.actor.teacher.model_path)
+    has_one = folder is not None and any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return folder if has_one else None
+
+
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase | None:
     """The teacher's own; None where its directory has none."""
-    path = recipe.actor.teacher.model_path
-    folder = settings_directory(path)
-    if folder is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    folder = _tokenizer_directory(recipe)
+    if folder is None:
         return None
     return load_tokenizer(str(folder), trust_remote_code=recipe.actor.model.trust_remote_code)
 

@@ -129,15 +129,18 @@ def train(
     lr: float,
     dtype: torch.dtype,
     trained: str = "",
+    teacher: Path | None = None,
 ) -> Trained:
     """SGD with momentum on the exact token mean of each step's rows, each row by itself.
 
     Args:
         trained: the part of the names of what is trained; "": everything is.
+        teacher: the loss is KL(teacher || model) instead of cross-entropy.
     """
     config = AutoConfig.from_pretrained(directory)
     processor = load_processor(str(directory), config)
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype).train()
+    other = None if teacher is None else AutoModelForImageTextToText.from_pretrained(teacher, dtype=dtype).eval()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -151,6 +154,12 @@ def train(
             cast = {key: t.to(dtype) if t.is_floating_point() else t for key, t in inputs.items()}
             logits = model(**cast, use_cache=False).logits[0, :-1]
             loss = F.cross_entropy(logits, labels[0, 1:], ignore_index=IGNORED, reduction="sum") / weight
+            if other is not None:
+                with torch.no_grad():
+                    theirs = other(**cast, use_cache=False).logits[0, :-1]
+                at = labels[0, 1:] != IGNORED
+                q, p = (each[at].log_softmax(-1) for each in (logits, theirs))
+                loss = F.kl_div(q, p, log_target=True, reduction="sum") / weight
             if loss.requires_grad:  # a row without images has no gradient for what reads them
                 loss.backward()
             total += float(loss.detach())

@@ -69,7 +69,7 @@ def enclosed_value(arguments: Any, place: Sequence[str | int]) -> Any:
     """The arguments with marks around the text at a place, or instead of a value that is no text."""
     if not place:
         return f"{_OPEN}{arguments if isinstance(arguments, str) else ''}{_CLOSE}"
-    changed = dict(arguments) if isinstance(arguments, Mapping) else list(arguments)
+    changed: Any = dict(arguments) if isinstance(arguments, Mapping) else list(arguments)
     changed[place[0]] = enclosed_value(arguments[place[0]], place[1:])
     return changed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from shardtune.batch import Prompt
 from shardtune.config import load_recipe
 from shardtune.data.images.images import ENDS
+from shardtune.errors import ConfigError
 from shardtune.evaluate.generate import Sampling
+from shardtune.models.find_adapter import find_adapter
+from shardtune.models.teacher import find_teacher
 from shardtune.models.vision.processors import load_processor
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support import flat_vision
@@ -112,6 +116,43 @@ def test_rows_without_images_have_no_gradient_where_they_run_by_themselves(
         assert got.norms == pytest.approx(oracle.norms, rel=exact)
         for name, tensor in got.weights.items():
             torch.testing.assert_close(tensor, oracle.weights[name], rtol=exact, atol=exact)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow)])
+def test_a_teacher_reads_the_images_of_the_rows(family: str, tmp_path: Path) -> None:
+    """It was refused, as the inputs for images are further ones."""
+    directory, teacher = (save_vision_model(family, tmp_path / name) for name in ("model", "teacher"))
+    file, rows = save_image_rows(tmp_path)
+    tensors = load_file(teacher / "model.safetensors")
+    save_file(
+        {name: tensor.flip(0) for name, tensor in tensors.items()}, teacher / "model.safetensors", {"format": "pt"}
+    )
+    values = a_recipe(directory, file, data__eval_data_paths=None, actor__micro_batch_size=2)
+    values["actor"] |= {"loss": "distill", "teacher": {"model_path": str(teacher)}}
+    oracle = flat_vision.train(directory, rows, order(values), lr=LR, dtype=torch.float64, teacher=teacher)
+    for got in (run_recipe(values), *run_ranks(run_recipe, 2, values)):
+        assert got.losses == pytest.approx(oracle.losses, rel=EXACT)
+        assert got.norms == pytest.approx(oracle.norms, rel=EXACT)
+        for name, tensor in got.weights.items():
+            torch.testing.assert_close(tensor, oracle.weights[name], rtol=EXACT, atol=EXACT)
+
+
+def test_a_teacher_that_reads_images_otherwise_is_refused(tmp_path: Path) -> None:
+    models = [save_vision_model(family, tmp_path / family) for family in ("qwen2_5_vl", "qwen3_vl")]
+    other = save_vision_model("qwen2_5_vl", tmp_path / "other")
+    processor = json.loads((other / "processor_config.json").read_text())
+    processor["image_processor"]["image_mean"] = [0.1, 0.2, 0.3]
+    (other / "processor_config.json").write_text(json.dumps(processor))
+    values = a_recipe(models[0], save_image_rows(tmp_path)[0], data__eval_data_paths=None)
+    for teacher, what in (
+        ({"model_path": str(models[1])}, "is of type qwen3_vl, the model of type qwen2_5_vl"),
+        ({"model_path": str(other)}, "has another processor than the model"),
+        ({"model_path": str(models[0]), "precision": "bf16"}, "actor.teacher.precision: bf16, and images are prepared"),
+    ):
+        values["actor"] |= {"loss": "distill", "teacher": teacher}
+        found = load_recipe(values)
+        with pytest.raises(ConfigError, match=what):
+            find_teacher(found, find_adapter(found))
 
 
 def answered(values: dict[str, Any]) -> list[list[int]]:
