@@ -258,7 +258,7 @@ class VisionLanguage(CausalLM):
             return super().without_graph(model, batch, losses)
         if self._nothing_joins:
             nothing = torch.zeros((), device=batch.input_ids.device, requires_grad=True)
-            return {name: loss._replace(total=loss.total + nothing) for name, loss in losses.items()}
+            return {name: LossSum(loss.total + nothing, loss.weight) for name, loss in losses.items()}
         raise ModelError(
             "no row of this step has an image, and nothing is trained but parts that read images, so there is no "
             "gradient",
