@@ -38,6 +38,9 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "dense, bf16, 2 ranks": (2, ("model.precision=bf16",)),
     "checkpointed, bf16, 2 ranks": (2, ("model.precision=bf16", "model.gradient_checkpointing=true")),
     "LoRA, fp32, 2 ranks": (2, ("model.precision=fp32", *LORA)),
+    "tensor, fp32, 2 ranks": (2, ("model.precision=fp32", "parallel.tensor=2")),
+    "tensor, bf16, 2 ranks": (2, ("model.precision=bf16", "parallel.tensor=2")),
+    "sequence, fp32, 2 ranks": (2, ("model.precision=fp32", "parallel.sequence=2")),
 }
 
 
@@ -95,6 +98,7 @@ def main() -> int:
     lines, off = [], []
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "rows.jsonl").exists():
             inputs(folder, args.width, args.layers, args.vocabulary, args.length)
         for name, (ranks, changes) in CASES.items():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 from shardtune.models.flex_documents import flex, shapes
@@ -26,7 +27,7 @@ from shardtune.parallel.torch_private.operations import (
     unset_fake_temporarily,
     without_torch_function,
 )
-from shardtune.parallel.torch_private.tensors import storage_identity
+from shardtune.parallel.torch_private.tensors import local_part, storage_identity
 from shardtune.parallel.weights import local
 from shardtune.run.plan.known_shapes import KnownShapes
 
@@ -107,6 +108,8 @@ class Ledger(TorchDispatchMode):
             result = self._known.compute(self._mode, *_cheaper(name, func, args, kwargs))
         category = GATHERED if name.startswith(SHARDING_OPERATIONS) else self.phase
         for value in _tensors((result,)):
+            if isinstance(value, DTensor):  # what it computed is computed where this mode is off
+                value = local_part(value)
             if type(value) in HELD and not (value.is_meta and not isinstance(value, FakeTensor)):
                 self._add(value.untyped_storage(), category)
         return result

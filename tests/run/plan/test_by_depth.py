@@ -108,6 +108,13 @@ def test_so_they_do_for_each_kind_of_model(
 
 
 @pytest.mark.lengthy
+def test_gradients_of_tensor_ranks_wait_for_the_last_micro_batch(tmp_path: Path) -> None:
+    memory = plan_of("dense", tmp_path, 2, "parallel.tensor=2", length=2).memory
+    assert memory is not None
+    assert memory[simulation.BACKWARD] >= memory[simulation.WEIGHTS]
+
+
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     "changes",
     [
@@ -119,10 +126,11 @@ def test_so_they_do_for_each_kind_of_model(
 def test_chunks_that_are_left_out_change_no_byte(
     changes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for device in CHUNK:
-        monkeypatch.setitem(CHUNK, device, 2400)  # four chunks of the embedding
     ranks = 2 if "parallel.tensor=2" in changes else 1
-    found = plan_of("dense", tmp_path, ranks, *changes)
+    changes += ("micro_batch_size=1", f"global_batch_size={ranks}", "model.gradient_checkpointing=true")
+    for device in CHUNK:
+        monkeypatch.setitem(CHUNK, device, 2400 // ranks)  # four chunks of the embedding
+    found = plan_of("dense", tmp_path, ranks, *changes, length=2)
     computed = []
 
     def every(_: object) -> Any:
@@ -130,8 +138,10 @@ def test_chunks_that_are_left_out_change_no_byte(
 
     with monkeypatch.context() as patched:
         patched.setattr(simulation, "UnlikeChunks", every)
-        whole = plan_of("dense", tmp_path, ranks, *changes)
+        whole = plan_of("dense", tmp_path, ranks, *changes, length=2)
     assert max(map(len, computed)) > 3
+    assert found.memory is not None
+    assert simulation.UPDATE in found.memory  # the fullest moment is in an update
     assert found.memory == whole.memory
 
 

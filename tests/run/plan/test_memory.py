@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 
 from shardtune.models.loss import LOGITS_PER_CHUNK, chunk_rows
 from shardtune.parallel.torch_private.operations import FakeTensor
+from shardtune.parallel.torch_private.processes import open_group_of_one
 from shardtune.run.plan import plan as planning
 from shardtune.run.plan.known_shapes import KnownShapes
 from shardtune.run.plan.ledger import Ledger, as_on_cuda
@@ -120,6 +123,23 @@ def test_several_ranks_need_not_exist(tiny: Tiny) -> None:
     assert both.memory is not None
     assert not both.notes
     assert both.memory[WEIGHTS] == pytest.approx(plan.memory[WEIGHTS], rel=0.05)
+
+
+def test_what_operations_on_sharded_tensors_make_is_counted() -> None:
+    """torch computes it on this rank's part, where the ledger is off."""
+    open_group_of_one(2)
+    try:
+        mesh, ledger = init_device_mesh("cpu", (2,)), Ledger()
+        with ledger.counting():
+            half = DTensor.from_local(torch.empty(3, 4), mesh, [Shard(0)])
+            both = half + half
+            codes = torch.zeros_like(both, dtype=torch.uint8)
+            assert codes.shape == (6, 4)
+            assert sum(ledger.held().values()) == 2 * 12 * 4 + 12
+            del both
+        assert sum(ledger.held().values()) == 12 * 4 + 12
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.lengthy
