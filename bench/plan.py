@@ -41,6 +41,12 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "tensor, fp32, 2 ranks": (2, ("model.precision=fp32", "parallel.tensor=2")),
     "tensor, bf16, 2 ranks": (2, ("model.precision=bf16", "parallel.tensor=2")),
     "sequence, fp32, 2 ranks": (2, ("model.precision=fp32", "parallel.sequence=2")),
+    "DDP, bf16, 2 ranks": (2, ("model.precision=bf16", "training_backend=ddp")),
+    "pure_bf16, 2 ranks": (2, ("model.precision=pure_bf16",)),
+    "states in int8, 2 ranks": (2, ("model.precision=bf16", "optim.state_dtype=int8")),
+    "averaged weights, 2 ranks": (2, ("model.precision=bf16", "optim.ema_decay=0.9")),
+    "Muon, 2 ranks": (2, ("model.precision=bf16", "optim.name=Muon")),
+    "reduced each time, 2 ranks": (2, ("model.precision=bf16", "fsdp_config.reduce=every")),
 }
 
 
@@ -89,7 +95,7 @@ def measure(folder: Path, name: str, ranks: int, changes: tuple[str, ...], lengt
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="cases whose name contains this; the page stays as it is")
-    parser.add_argument("--width", type=int, default=640)
+    parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=16384)
     parser.add_argument("--length", type=int, default=256)
