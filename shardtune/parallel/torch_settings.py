@@ -46,8 +46,12 @@ def _set_fp32_precision(given: tuple[str, bool] | tuple[str, ...]) -> None:
         torch.set_float32_matmul_precision(first)
         cudnn.allow_tf32 = second
         return
-    for place, value in zip(_FP32_PLACES, given, strict=True):
-        place.fp32_precision = value
+    values = dict(zip(_FP32_PLACES, given, strict=True))
+    for place, value in values.items():
+        if place in _WIDER and value == values[_WIDER[place]]:
+            place.fp32_precision = "none"  # as that of the wider one, also when that is changed
+        if place.fp32_precision != value:
+            place.fp32_precision = value
 
 
 def exact_fp32(given: Any) -> object:
@@ -76,6 +80,17 @@ _FP32_PLACES: tuple[Any, ...] = (  # the wider ones first
     _BACKENDS.mkldnn.conv,
     _BACKENDS.mkldnn.rnn,
 )
+_WIDER: Mapping[Any, Any] = {
+    _BACKENDS.cuda.matmul: _BACKENDS,
+    _BACKENDS.cudnn: _BACKENDS,
+    _BACKENDS.cudnn.conv: _BACKENDS.cudnn,
+    _BACKENDS.cudnn.rnn: _BACKENDS.cudnn,
+    _BACKENDS.mkldnn: _BACKENDS,
+    _BACKENDS.mkldnn.matmul: _BACKENDS.mkldnn,
+    _BACKENDS.mkldnn.conv: _BACKENDS.mkldnn,
+    _BACKENDS.mkldnn.rnn: _BACKENDS.mkldnn,
+}
+"""The place whose precision each has where it has none of its own."""
 SETTINGS: Mapping[str, tuple[Callable[[], object], Callable[..., object]]] = {
     DTYPE: (torch.get_default_dtype, torch.set_default_dtype),
     FP32: (_fp32_precision, _set_fp32_precision),

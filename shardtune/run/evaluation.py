@@ -16,6 +16,7 @@ from shardtune.errors import ConfigError
 from shardtune.launch.local import run_ranks
 from shardtune.launch.signals import end_with_parent, listening
 from shardtune.parallel.ranks import leave_ranks
+from shardtune.run.caller_settings import recipe_settings
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.display import Display
 from shardtune.run.evaluation_notes import notes_on_overrides
@@ -32,6 +33,7 @@ RECIPES = (".yaml", ".yml", ".json", ".toml")
 """Endings of recipes, whose reader has its own message for one that is not there."""
 
 
+@recipe_settings()
 def evaluate(
     target: str | Path | None, *overrides: str, checkpoint: str = "final", trust: Sequence[str] = ()
 ) -> dict[str, float]:

@@ -284,6 +284,7 @@ class Run:
         worker = self.worker(checkpoint, *NO_EVALUATION)
         return in_recipe_settings(predict(worker, rows, prepared=prepared, report=report))
 
+    @recipe_settings()
     def rows_as_trained(self, *, prepared: bool = False) -> InferenceRows:
         """How the run read a row before it was encoded: by `data.transform`, then `data.columns`.
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from threading import Barrier, Thread
 
 import pytest
 import torch
 
 import shardtune
+from shardtune.config import load_recipe
 from shardtune.run import caller_settings
+from shardtune.run.api import evaluate
 from shardtune.run.caller_settings import in_recipe_settings, recipe_settings
 from tests.support.tiny_run import Tiny, lines, make_tiny
 
@@ -37,6 +41,8 @@ def test_settings_of_the_script_do_not_change_a_run(tiny: Tiny) -> None:
         assert torch.is_autocast_enabled("cpu")
         with pytest.warns(UserWarning, match=unused):
             found = run.evaluate()
+        with pytest.warns(UserWarning, match=unused):
+            assert evaluate(run.dir) == found
         with pytest.warns(UserWarning, match=unused):
             answers = run.generate(["say 3", "say 9"], max_new_tokens=8, temperature=1.0)
     assert torch.get_default_dtype() == torch.float64
@@ -85,3 +91,55 @@ def test_each_item_is_computed_with_the_recipes_settings() -> None:
     assert torch.get_default_dtype() == torch.float64
     with pytest.warns(UserWarning, match="default dtype"):
         assert [*items] == [torch.float32]
+
+
+@pytest.mark.usefixtures("_lowered")
+@pytest.mark.filterwarnings("ignore:the lower precision")
+def test_calls_in_several_threads_leave_the_scripts_settings_and_do_not_take_them_for_the_recipes() -> None:
+    seen, first, last = list[str](), Barrier(2, timeout=30), Barrier(2, timeout=30)
+
+    def act(ends_last: bool) -> None:
+        with recipe_settings():
+            first.wait()
+            if ends_last:
+                last.wait()
+            seen.append(torch.get_float32_matmul_precision())
+        if not ends_last:
+            last.wait()
+
+    threads = [Thread(target=act, args=(ends_last,)) for ends_last in (False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.get_float32_matmul_precision() == "medium"
+    with recipe_settings():
+        seen.append(torch.get_float32_matmul_precision())
+    assert seen == ["highest"] * 3
+
+
+def test_a_default_device_of_the_recipes_own_code_stays(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(caller_settings, "_set_by_code", {})
+    try:
+        with recipe_settings():
+            torch.set_default_device("meta")
+        with recipe_settings():
+            assert torch.zeros(1).is_meta
+    finally:
+        torch.set_default_device(None)
+    assert not recwarn
+
+
+@pytest.mark.usefixtures("_lowered")
+def test_settings_of_the_file_of_a_transform_are_the_recipes(tiny: Tiny, tmp_path: Path) -> None:
+    torch.set_float32_matmul_precision("highest")
+    file = tmp_path / "rows.py"
+    file.write_text("import torch\n\ntorch.set_float32_matmul_precision('high')\n\n\ndef same(row):\n    return row\n")
+    run = shardtune.Run(tmp_path)
+    recipe = load_recipe(tiny.recipe("rows", data__transform=f"{file}:same"))
+    run.executable_recipe = lambda: recipe  # type: ignore[method-assign]
+    run.rows_as_trained()
+    with recipe_settings():
+        assert torch.get_float32_matmul_precision() == "high"
