@@ -323,6 +323,13 @@ def _check_answer(answer: object, found: CallbackClass, event: Event) -> None:
 class RankAlone(TorchDispatchMode):
     """Refuse collectives inside: the other ranks would take them for one of their own, or never come to them."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile inside; with any other mode it does not, and fails where it has to."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import shardtune
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.errors import CheckpointError, ConfigError, Interrupted
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private.processes import open_group_of_one
-from shardtune.training.callbacks import Ask, CallbackError, Callbacks, StepEnd, TrainEnd, load_callbacks
+from shardtune.training.callbacks import Ask, CallbackError, Callbacks, RankAlone, StepEnd, TrainEnd, load_callbacks
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, train_on_ranks
 
 ONE = Ranks(0, 1, torch.device("cpu"))
@@ -392,6 +393,22 @@ def test_a_collective_on_rank_0_alone_is_refused(tmp_path: Path, body: str) -> N
             callbacks.tell(STEP_END)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        "torch.compile(torch.sin, backend='eager', fullgraph=True)(torch.zeros(2))",
+        "flex_attention(*[torch.zeros(1, 2, 16, 16)] * 3)",
+        "torch.cond(torch.tensor(True), torch.sin, torch.cos, [torch.zeros(2)])",
+    ],
+    ids=["compiled", "flex_attention", "cond"],
+)
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_a_callback_of_several_ranks_may_compile(computed: str) -> None:
+    with RankAlone():
+        result = eval(computed, {"torch": torch, "flex_attention": flex_attention})
+    assert not result.any()
 
 
 def seed_all(seed: int) -> None:
