@@ -178,12 +178,15 @@ class FieldEncoder:
         return weights
 
     def drawn(self, row: Row) -> str | None:
-        """The first field that two encodings of a row do not have in common; None where they are the same."""
-        rows = [copy.deepcopy(row) if isinstance(row, dict) else row for _ in range(2)]  # encode may change its row
+        """The first field that two encodings of a row do not have in common; None where they are the same.
+
+        None also for a row that cannot be copied: a `data.transform` may put objects into it.
+        """
         try:
+            rows = [copy.deepcopy(row) if isinstance(row, dict) else row for _ in range(2)]  # encode may change its row
             one, other = (self.encode(each) for each in rows)
-        except (RowError, ShardtuneError):
-            return None  # which the encoding of all rows reports
+        except Exception:
+            return None  # an error of encode is reported by the encoding of all rows
         first, second = ({"input_ids": sample.input_ids, **sample.fields} for sample in (one, other))
         names = dict.fromkeys([*first, *second])
         same = (n in first and n in second and first[n].tobytes() == second[n].tobytes() for n in names)

@@ -79,6 +79,28 @@ class Takes(Regressor):
         return super().encode({name: row.pop(name) for name in ("x", "y", "seen")})
 
 
+class Lazy(Regressor):
+    """Reads a row that a transform has put an object into."""
+
+    def encode(self, row: Any) -> Sample:
+        return super().encode({**row, "x": list(row["x"])})
+
+
+def lazily(row: Any) -> Any:
+    return {**row, "x": (number for number in row["x"])}
+
+
+def test_a_row_that_cannot_be_copied_is_encoded(tmp_path: Path) -> None:
+    """Whether an encode draws is not known of it."""
+    rows = str(write_rows(tmp_path / "rows.jsonl", [{"x": [1.0] * 4, "y": [0.0] * 2, "seen": [1.0] * 2}] * 3))
+    data = {"train_data_paths": rows, "cache_dir": str(tmp_path / "cache"), "transform": f"{__file__}:lazily"}
+    values = {"runner": {"max_steps": 1}, "actor": {"model": {"adapter": f"{__file__}:Lazy"}}, "data": data}
+    recipe = load_recipe({**values, "data": {**data, "num_workers": 0}})
+    adapter = find_adapter(recipe)
+    found = prepare_data(recipe, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), report=print)
+    assert len(found.train) == 3
+
+
 @pytest.mark.parametrize(("kind", "noted"), [("Noisy", 1), ("Takes", 0), ("Regressor", 0)])
 @pytest.mark.parametrize("cache", ["whole", "by_file"])
 def test_an_encode_that_draws(tmp_path: Path, kind: str, noted: int, cache: str) -> None:
