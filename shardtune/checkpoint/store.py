@@ -161,7 +161,8 @@ class CheckpointStore:
             best: whether the best one is kept too.
         """
         lasting = min(saves, self.keep_last)
-        for_good = max(0, steps // self.keep_every - lasting) if self.keep_every and saves > lasting else 0
+        at_multiples = min(saves, steps // self.keep_every) if self.keep_every else 0
+        for_good = max(0, at_multiples - lasting) if saves > lasting else 0
         number = lasting + for_good + (saves > lasting) * (1 + best)
         needed = number * checkpoint + (model if saves <= lasting else 0)
         needed -= sum(map(content_size, self.all()))

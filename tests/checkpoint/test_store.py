@@ -304,6 +304,7 @@ def test_checkpoints_for_good_and_those_that_there_are_count(tmp_path: Path, mon
     usage = atomic.shutil.disk_usage(tmp_path)._replace(free=10_500)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage)
     assert "11 checkpoints" in store.note_on_space(1000, 0, 20, 100, best=False)
+    assert "6 checkpoints" in store.note_on_space(2000, 0, 5, 100, best=False)  # no more for good than are saved
     folder = store.begin(1)
     (folder / "weights").write_bytes(bytes(1000))
     store.commit(folder, 1, {})
