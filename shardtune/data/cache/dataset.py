@@ -95,6 +95,7 @@ class DataReport:
                     yield f"{file.label}: {rows} {what}{share}: {_first(notes, examples)}"
             known = named.setdefault(file.source, set(_of_all_rows(file)))
             yield from _unread(file, known)
+            known.update(_of_all_rows(file))
             yield from _control_tokens(file)
             yield from _changed_turns(file)
         for source in dict.fromkeys(file.source for file in self.files):
@@ -134,7 +135,7 @@ def _unread(file: FileReport, known: Collection[str]) -> Iterator[str]:
 
     Args:
         file: the file.
-        known: the keys of all rows of the source's first file.
+        known: the keys of all rows of an earlier file of the source.
     """
     elsewhere = {key for key in _of_all_rows(file) if key in known}
     found = {shown_key(key): notes for key, notes in file.tally.unread.items() if key not in elsewhere}

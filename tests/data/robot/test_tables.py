@@ -335,6 +335,7 @@ def test_columns_that_only_later_rows_have_are_named(tmp_path, data):
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     write(first, [*frames(2, note="x"), *[{**row, "episode_index": 1, "cam": "0.png"} for row in frames(2, note="x")]])
     write(second, frames(2, note="x", top="0.png"))
+    write(tmp_path / "c.jsonl", frames(2, note="x", top="0.png"))  # all rows, as in the second: named once
     sources = resolve_sources(
         {"path": str(tmp_path / "*.jsonl")}, data, frames=FrameOptions(1), report=lambda text: None
     )
