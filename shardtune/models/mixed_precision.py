@@ -25,13 +25,14 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     Inputs are cast to `dtype`; half-precision outputs become fp32, in which losses are summed. Targets do not go
     through the model and keep their precision. Buffers keep theirs too: a bf16 activation plus an fp32 position
     encoding is fp32 again, which the next bf16 layer would refuse. So the inputs of torch's own layers are cast as
-    well, except inside models of transformers, which cast where they need it.
+    well, except inside models of transformers, which cast where they need it. Of those an encoder counts as a model of
+    its own, because `generate` calls it by itself.
     """
 
     def outputs_in_fp32(_module: nn.Module, _args: object, outputs: object) -> object:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor, outputs)
 
-    for module in (model, *_layers(model)):
+    for module in dict.fromkeys((model, *_layers(model), *_encoders(model))):
         _cast_for(module, dtype)
     if dtype in HALF:
         model.register_forward_hook(outputs_in_fp32)
@@ -102,6 +103,13 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
             if _is_torchs(child):
                 yield child
             yield from _layers(child)
+
+
+def _encoders(model: nn.Module) -> Iterator[nn.Module]:
+    """The encoders of models of transformers that write, such as those of speech."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config.is_encoder_decoder and module.can_generate():
+            yield module.get_encoder()
 
 
 class NarrowedBuffer:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, WhisperConfig, WhisperForConditionalGeneration
 
 from shardtune.models.mixed_precision import cast_for_layers, compute_in
 
@@ -78,3 +78,17 @@ def test_weights_that_are_computed_with_buffers_are_computed_in_full_precision(
     assert {key: buffer.dtype for key, buffer in model.named_buffers()} == dict.fromkeys(buffers, torch.float32)
     found.float().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_an_encoder_that_generate_calls_by_itself_takes_inputs_in_fp32(half: torch.dtype) -> None:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8, "max_source_positions": 10}
+    marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = WhisperConfig(vocab_size=9, max_target_positions=8, **sizes, **heads, **marks)
+    model = WhisperForConditionalGeneration(config).to(half)
+    model.generation_config.update(begin_suppress_tokens=None, suppress_tokens=None)
+    heard = torch.randn(2, 8, 20)
+    expected = model.generate(heard.to(half), max_new_tokens=4)
+    compute_in(model, half)
+    assert torch.equal(model.generate(heard, max_new_tokens=4), expected)
