@@ -1,13 +1,20 @@
 """Speech to text by Whisper (Radford et al., 2022, arXiv:2212.04356): an adapter over transformers' own model.
 
-A row names a WAV file, beside the file of rows, and its text: {"audio": "a.wav", "text": "three one"}. The feature
-extractor and the tokenizer are those of `model.model_path`; `final/` is a directory that
+A row names a WAV file in `audio_folder`, and its text: {"audio": "a.wav", "text": "three one"}. The sound may also be
+in the row, as data sets have it: {"bytes": a WAV file, "path": …} or {"array": samples, "sampling_rate": 16000}. One
+that is empty, of another rate, or longer than the model hears is an error of its row; so is a text that is longer than
+the model writes. The cache of encoded rows is made again where a WAV file of the folder has changed.
+
+The feature extractor and the tokenizer are those of `model.model_path`; `final/` is a directory that
 `WhisperForConditionalGeneration.from_pretrained` loads. The loss is summed over the tokens of the texts. Evaluation
 writes down what it hears and adds up the edits (words put in, left out, or exchanged), so that the word error rate is
 that of the whole set.
 """
 
+import hashlib
+import io
 import wave
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -42,13 +49,38 @@ class Whisper(Adapter):
     def build(self):
         return WhisperForConditionalGeneration(self.config)
 
+    def encoding_settings(self):
+        return {"sounds": self._sounds}
+
+    @cached_property
+    def _sounds(self):
+        """Names, sizes and times of change of the WAV files."""
+        found = sorted(path for path in Path(self.options.audio_folder).rglob("*") if path.suffix.lower() == ".wav")
+        facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
+        return hashlib.blake2b(repr(facts).encode(), digest_size=20).hexdigest()
+
     def encode(self, row):
-        sound = read_wav(Path(self.options.audio_folder) / row["audio"], self.extractor.sampling_rate)
-        heard = self.extractor(sound, sampling_rate=self.extractor.sampling_rate, return_tensors="np").input_features[0]
-        labels = np.asarray(self.tokenizer(row["text"])["input_ids"])
-        if labels[0] == self.config.decoder_start_token_id:
-            labels = labels[1:]  # the model puts it before them
+        rate = self.extractor.sampling_rate
+        sound = read_sound(row["audio"], Path(self.options.audio_folder), rate)
+        if len(sound) > self.extractor.n_samples:
+            seconds, most = len(sound) / rate, self.extractor.n_samples / rate
+            raise ValueError(f"audio is {seconds:.1f} s long, and the model hears {most:g} s: cut it, with its text")
+        heard = self.extractor(sound, sampling_rate=rate, return_tensors="np").input_features[0]
+        labels = self._labels(row["text"])
         return Sample(fields={"heard": heard.astype(np.float32), "labels": labels}, size=heard.shape[1] + len(labels))
+
+    def _labels(self, text):
+        if not isinstance(text, str):
+            raise ValueError(f"text is {text!r:.40}, no text")
+        labels = np.asarray(self.tokenizer(text)["input_ids"], dtype=np.int64)
+        if labels[:1] == self.config.decoder_start_token_id:
+            labels = labels[1:]  # the model puts it before them
+        if len(labels) > self.config.max_target_positions:
+            raise ValueError(
+                f"text has {len(labels)} tokens, and the model writes {self.config.max_target_positions}: cut it, with "
+                "its audio"
+            )
+        return labels
 
     def _logits(self, model, batch):
         return model(input_features=batch["heard"], labels=batch["labels"], use_cache=False).logits
@@ -71,15 +103,44 @@ class Whisper(Adapter):
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)).split()
 
 
-def read_wav(path: Path, rate: int) -> np.ndarray:
-    """The samples of a WAV file of 16 bits, float32 [samples] from -1 to 1; the mean of its channels."""
-    with wave.open(str(path), "rb") as file:
-        if file.getframerate() != rate or file.getsampwidth() != 2:
+def read_sound(sound: object, folder: Path, rate: int) -> np.ndarray:
+    """What a row has as `audio`, float32 [samples] from -1 to 1; the mean of its channels."""
+    if isinstance(sound, Mapping) and sound.get("array") is not None:
+        values, found = np.asarray(sound["array"]), sound.get("sampling_rate")
+        if found != rate or values.ndim != 1 or (values.dtype.kind != "f" and len(values)):
+            shape = f"{found} Hz and {values.dtype} {list(values.shape)}"
+            raise ValueError(f"audio has {shape}: it is made of {rate} Hz and fractions [samples] from -1 to 1")
+        samples = values.astype(np.float32)
+    elif isinstance(sound, Mapping) and sound.get("bytes") is not None:
+        samples = read_wav(io.BytesIO(sound["bytes"]), sound.get("path") or "audio", rate)
+    else:
+        name = sound.get("path") if isinstance(sound, Mapping) else sound
+        if not isinstance(name, str):
             raise ValueError(
-                f"{path} has {file.getframerate()} Hz and {8 * file.getsampwidth()} bits, not {rate} and 16"
+                f"audio is {sound!r:.60}: it is a file's name, {{bytes, path}} or {{array, sampling_rate}}"
             )
-        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
-    return samples.mean(1, dtype=np.float32) / 32768
+        file = folder / name
+        if file.suffix.lower() != ".wav" or not file.is_file():
+            raise ValueError(f"there is no WAV file {file.absolute()} (audio_folder: {folder})")
+        samples = read_wav(str(file), str(file), rate)
+    if not len(samples) or not np.isfinite(samples).all():
+        raise ValueError("audio is empty" if not len(samples) else "audio has values that are no numbers")
+    return samples
+
+
+def read_wav(source: str | io.BytesIO, name: str, rate: int) -> np.ndarray:
+    """The samples of a WAV file of 16 bits."""
+    try:
+        with wave.open(source, "rb") as file:
+            found, bits = file.getframerate(), 8 * file.getsampwidth()
+            values, channels, count = file.readframes(file.getnframes()), file.getnchannels(), file.getnframes()
+    except (wave.Error, EOFError) as error:
+        raise ValueError(f"{name} is no WAV file of 16 bits: {str(error) or 'it ends too early'}") from error
+    if (found, bits) != (rate, 16):
+        raise ValueError(f"{name} has {found} Hz and {bits} bits, not {rate} and 16")
+    if len(values) != 2 * channels * count:
+        raise ValueError(f"{name} ends too early: {len(values)} bytes of {2 * channels * count}")
+    return np.frombuffer(values, "<i2").reshape(-1, channels).mean(1, dtype=np.float32) / 32768
 
 
 def distance(wanted: list[str], found: list[str]) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
+import wave
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoFeatureExtractor, WhisperForConditionalGeneration
@@ -50,6 +53,64 @@ def test_the_loss_is_that_of_whisper(made: Path):
     assert float(found.total.detach()) / found.weight == pytest.approx(float(own.detach()), rel=1e-6)
     heard = sys.modules[type(adapter).__module__].distance
     assert [heard(["a", "b", "c"], text.split()) for text in ("a b c", "a c", "b b c d", "")] == [0, 1, 2, 3]
+
+
+def write(file: Path, samples: int, rate: int = 16_000, bits: int = 16) -> Path:
+    with wave.open(str(file), "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(bits // 8)
+        sound.setframerate(rate)
+        sound.writeframes(bytes(samples * bits // 8))
+    return file
+
+
+def test_a_sound_in_a_row_is_that_of_its_file(made: Path):
+    adapter: Any = find_adapter(recipe(made))
+    file = made / "train-0.wav"
+    with wave.open(str(file), "rb") as sound:
+        samples = np.frombuffer(sound.readframes(sound.getnframes()), "<i2") / 32768
+    ways = [
+        "train-0.wav",
+        {"path": "train-0.wav", "bytes": None},
+        {"path": "elsewhere.wav", "bytes": file.read_bytes()},
+        {"array": samples.tolist(), "sampling_rate": 16_000, "path": None},
+    ]
+    first, *others = [adapter.encode({"audio": way, "text": "one"}).fields["heard"] for way in ways]
+    assert all(np.array_equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("audio", "text", "why"),
+    [
+        (write, "one", "2.5 s long, and the model hears 2 s"),
+        ("missing.wav", "one", "there is no WAV file"),
+        ("train.jsonl", "one", "there is no WAV file"),
+        ({"bytes": b"RIFF", "path": "a.wav"}, "one", "a.wav is no WAV file of 16 bits: it ends too early"),
+        ({"bytes": b"no sound at all"}, "one", "audio is no WAV file of 16 bits"),
+        ({"array": [], "sampling_rate": 16_000}, "one", "audio is empty"),
+        ({"array": [float("nan")], "sampling_rate": 16_000}, "one", "values that are no numbers"),
+        ({"array": [0.5], "sampling_rate": 8_000}, "one", "8000 Hz"),
+        ({"array": [[0.5, 0.5]], "sampling_rate": 16_000}, "one", r"\[1, 2\]"),
+        ({"array": [12000, 3], "sampling_rate": 16_000}, "one", "int64"),
+        (None, "one", "audio is None"),
+        ("train-0.wav", " ".join(["one"] * 16), "text has 17 tokens, and the model writes 16"),
+        ("train-0.wav", ["one"], "no text"),
+    ],
+)
+def test_a_sound_or_text_that_the_model_does_not_take_is_an_error_of_its_row(
+    made: Path, tmp_path: Path, audio: Any, text: Any, why: str
+):
+    adapter: Any = find_adapter(recipe(made))
+    sound = str(audio(tmp_path / "long.wav", 40_000)) if callable(audio) else audio
+    with pytest.raises(ValueError, match=why):
+        adapter.encode({"audio": sound, "text": text})
+
+
+def test_a_changed_sound_makes_the_cache_anew(made: Path):
+    found = find_adapter(recipe(made)).encoding_settings()
+    assert find_adapter(recipe(made)).encoding_settings() == found
+    os.utime(made / "train-0.wav", (1, 1))
+    assert find_adapter(recipe(made)).encoding_settings() != found
 
 
 @pytest.mark.slow
