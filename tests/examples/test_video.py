@@ -7,6 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 
@@ -35,6 +36,29 @@ def test_frames_show_which_way_the_disc_moves(made: Path):
         (down, right) = centres[-1] - centres[0]
         way = ("down" if down > 0 else "up") if abs(down) > abs(right) else ("right" if right > 0 else "left")
         assert way == row["answer"]
+
+
+def test_what_else_a_row_has_stays_in_it():
+    frames = runpy.run_path(str(FOLDER / "frames.py"))["frames"]
+    assert frames({"question": "two?", "answer": "two"}) == {"question": "two?", "answer": "two"}
+    for value, why in ((["a.png"], "not the name of a file"), ({"path": "a.mp4"}, "not the name of a file")):
+        with pytest.raises(ValueError, match=why):
+            frames({"video": value, "question": "what?"})
+    with pytest.raises(ValueError, match="a video and images"):
+        frames({"video": "a.mp4", "question": "what?", "images": ["a.png"]})
+
+
+def test_a_container_that_states_its_length_alone(made: Path, tmp_path: Path):
+    other = tmp_path / "a.mkv"
+    with av.open(str(made / "train-0.mp4")) as source, av.open(str(other), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+    row = runpy.run_path(str(FOLDER / "frames.py"))["frames"]({"video": str(other), "question": "what?", "fps": 2})
+    assert row["fps"] == 2
+    assert [image["seconds"] for image in row["images"]] == pytest.approx([0.25, 0.75, 1.25, 1.75])
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import binascii
 import hashlib
 import io
 import json
+import math
 import urllib.parse
 import urllib.request
 import warnings
@@ -281,10 +282,7 @@ def _of_mapping(value: Mapping[str, object], folder: Path, hosts: Sequence[str])
         _check_sources(value)
     if value.get("video") is not None:
         file = str((folder / str(value["video"])).absolute())
-        seconds = value.get("seconds", 0.0)
-        if not isinstance(seconds, str | SupportsFloat):
-            raise RowError(f"the time of a video's frame is {seconds!r}, not a number of seconds")
-        return ImageKind.FRAME, json.dumps([file, float(seconds)]).encode()
+        return ImageKind.FRAME, json.dumps([file, _seconds(value.get("seconds"))]).encode()
     encoded = value.get("base64")
     if isinstance(encoded, str):
         return ImageKind.ENCODED, _base64(encoded)
@@ -297,6 +295,19 @@ def _of_mapping(value: Mapping[str, object], folder: Path, hosts: Sequence[str])
     raise RowError(
         f"an image names none of bytes, path, url, base64 and video (its keys: {', '.join(map(str, value))})"
     )
+
+
+def _seconds(value: object) -> float:
+    """The time of a video's frame."""
+    if value is None:
+        raise RowError("an image names a video and no seconds: an image is one frame of it, {video, seconds}")
+    try:
+        seconds = float(value) if isinstance(value, str | SupportsFloat) else math.nan
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise RowError(f"the time of a video's frame is {value!r:.40}, not a number of seconds")
+    return seconds
 
 
 def _file(path: Path, folder: Path) -> tuple[ImageKind, bytes]:

@@ -92,6 +92,19 @@ class TestReadFrame:
             read_frame(video, seconds)
         assert seen(read_frame(video, 2.9)) == 29
 
+    @pytest.mark.parametrize(
+        ("given", "why"),
+        [
+            ({}, "no seconds"),
+            ({"seconds": None}, "no seconds"),
+            ({"seconds": float("nan")}, "nan, not a number of seconds"),
+            ({"seconds": "soon"}, "'soon', not a number of seconds"),
+        ],
+    )
+    def test_an_image_of_a_video_has_its_time(self, video, given, why):
+        with pytest.raises(RowError, match=why):
+            read_image({"video": video, **given}, Path())
+
     @pytest.mark.lengthy
     def test_threads(self, video):
         """Several at once in one file, each its own way."""
