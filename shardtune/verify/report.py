@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardtune.verify.adapter import chosen
-from shardtune.verify.result import Report
+from shardtune.verify.result import Report, Result
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
@@ -25,7 +25,10 @@ def show(report: Report, console: Console | None = None) -> None:
     table.add_column("seen")
     for result in report.results:
         table.add_row(
-            result.name, Text(result.outcome, STYLES[result.outcome]), f"{result.seconds:.1f}", Text(result.text)
+            result.name,
+            Text(result.outcome, STYLES[result.outcome]),
+            f"{result.seconds:.1f}",
+            Text(_first_line(result)),
         )
     screen.print(table)
     for result in report.failures:
@@ -33,6 +36,11 @@ def show(report: Report, console: Console | None = None) -> None:
     for note in report.notes:
         screen.print(Text(f"note: {note}"), soft_wrap=True)
     screen.print(Text(summary(report)))
+
+
+def _first_line(result: Result) -> str:
+    """The text of a result without the lines of a program's output, which stand below the table."""
+    return result.text.partition("\n")[0].removesuffix(":")
 
 
 def as_json(report: Report) -> str:

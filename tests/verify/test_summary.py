@@ -30,3 +30,12 @@ def test_checks_side_by_side_took_less_than_their_sum() -> None:
     results = [Result("resume", "passed", "", seconds=60.0), Result("elastic", "passed", "", seconds=70.0)]
     assert summary(Report("all", results)) == "all: 2 passed of 2 checks in 130 s"
     assert summary(Report("all", results, seconds=75.0)) == "all: 2 passed of 2 checks in 75 s"
+
+
+def test_the_lines_of_a_program_stand_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "nothing was compared: KeyError: 'rows'\nTraceback of it\n  in a line"
+    show(Report("all", [Result("parity", "failed", text, "a place", "a remedy")]), Console(width=120))
+    table, below = capsys.readouterr().out.split("parity: nothing", 1)
+    assert "nothing was compared: KeyError: 'rows'" in table
+    assert "Traceback" not in table
+    assert "Traceback of it\n  in a line\n  where:  a place" in below

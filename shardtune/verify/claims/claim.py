@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from shardtune.config import Recipe
+from shardtune.config.user_code import user_fault
 from shardtune.data.encoder import DRAWS
-from shardtune.errors import Interrupted
+from shardtune.errors import Interrupted, ShardtuneError
 from shardtune.launch.signals import listening
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.verify.claims.short_recipe import notes_on
@@ -96,4 +98,23 @@ def _checked(claim: Claim, *, runs: ShortRuns) -> Result:
         return Result(claim.name, "failed", failure.what, failure.where, failure.remedy, seconds)
     except Skipped as reason:
         return Result(claim.name, "skipped", str(reason), seconds=time.monotonic() - began)
+    except (ShardtuneError, Interrupted):
+        raise
+    except Exception as error:
+        what, where, remedy = _explained(error)
+        return Result(claim.name, "failed", what, where, remedy, time.monotonic() - began)
     return Result(claim.name, "passed", text, seconds=time.monotonic() - began)
+
+
+def _explained(error: Exception) -> tuple[str, str, str]:
+    """What, where and remedy of an error that no check foresees; the other claims keep their results."""
+    fault = user_fault(error)
+    if fault is not None:
+        return f"nothing was compared: {fault.what}", fault.where or "", fault.remedy or ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    return (
+        f"nothing was compared: {type(error).__name__}: {error}\n{lines}",
+        f"{frames[-1].filename}:{frames[-1].lineno}",
+        "please report it with these lines and the output of shardtune env",
+    )

@@ -14,7 +14,7 @@ from shardtune.verify.claims.exact import CLOSE, in_fp64
 from shardtune.verify.claims.numbers import Gap, first_over, gaps, largest, run_gaps
 from shardtune.verify.claims.plain_run import PlainRun, PlainSide
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
-from shardtune.verify.result import Skipped
+from shardtune.verify.result import Failed, Skipped
 
 ONE_PROCESS: Mapping[str, object] = {
     "actor.training_backend": "fsdp",
@@ -142,7 +142,7 @@ class Ground:
             plain = self.plain()
             rounded = plain.rounds or self.runs.recipe.actor.model.compile
             noisy = self.plain(noise=LAST_BIT["fp32" if rounded else "fp64"])
-        except Skipped:
+        except (Skipped, Failed):
             return {}
         least = self.runs.recipe.actor.optim.lr
         return {(gap.step, gap.name): TIMES * gap.size for gap in gaps(plain, noisy, least=least)}

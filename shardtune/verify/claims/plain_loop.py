@@ -5,6 +5,8 @@
 Nothing is imported from shardtune. JOB is a file of `torch.save`: the rows of each step (`input_ids`, `weights`: how
 much each token counts as a target, `inputs`: pixels and the like) and the recipe's settings. OUT gets `log.json` with
 loss and gradient norm of each step, and the weights after step n as `step_n.safetensors`. In fp64, without dropout.
+It ends with exit code 3, and the reason as its last line, where transformers does not know the model's architecture,
+lacks a package of it, or computes it in fp32 only. Any other error is one of this file or of the job.
 """
 
 import functools
@@ -21,6 +23,14 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from torch.nn.utils import clip_grad_norm_
+
+UNABLE = 3  # exit code
+MIXED_DTYPES = re.compile(r"dtype|\btype\b|not implemented for '(Double|Float|BFloat16)'")  # in errors of torch
+NOT_KNOWN = re.compile(r"does not recognize this architecture|Unrecognized (model|configuration class)")
+
+
+class Unable(Exception):
+    """What keeps transformers from training the model; the message is the reason."""
 
 
 def build(job):
@@ -61,7 +71,12 @@ def row_loss(model, row, job):
     """The loss of one row by term: the sum over its targets, and of a mixture of experts the router's balance."""
     ids, weights = row["input_ids"], row["weights"]
     inputs = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in row["inputs"].items()}
-    outputs = model(input_ids=ids[None], use_cache=False, **inputs)
+    try:
+        outputs = model(input_ids=ids[None], use_cache=False, **inputs)
+    except RuntimeError as error:  # NotImplementedError is one
+        if MIXED_DTYPES.search(str(error)):
+            raise Unable(f"the model cannot be computed in {job['precision']}: {first_line(error)}") from error
+        raise
     logits = outputs.logits[0, -len(ids) :]  # of some models positions of images come first
     logits = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32))  # token t predicts token t + 1
     places = weights[1:].nonzero()[:, 0]
@@ -166,9 +181,21 @@ def train(model, steps, job, part_loss):
         yield total, norm
 
 
+def first_line(error):
+    """The first line of an error's message."""
+    return str(error).strip().partition("\n")[0]
+
+
 def main(job_file, out):
     job = torch.load(job_file, weights_only=True)
-    model, log = build(job), []
+    try:
+        model, log = build(job), []
+    except ImportError as error:
+        raise Unable(f"a package is not installed: {first_line(error)}") from error
+    except ValueError as error:
+        if NOT_KNOWN.search(str(error)):
+            raise Unable(f"its architecture is made known by a plugin: {first_line(error)}") from error
+        raise
     steps = [([job["rows"][row] for row in rows], weights) for rows, weights in job["steps"]]
     for loss, norm in train(model, steps, job, lambda row, _: row_loss(model, row, job)):
         log.append((loss, norm))
@@ -181,4 +208,8 @@ def main(job_file, out):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except Unable as reason:
+        print(reason, file=sys.stderr)
+        sys.exit(UNABLE)

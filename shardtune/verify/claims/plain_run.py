@@ -49,14 +49,13 @@ from shardtune.training.worker.run_context import silent
 from shardtune.verify.claims import plain_loop
 from shardtune.verify.claims.dropout import drops, parts_drop, without_dropout
 from shardtune.verify.claims.evidence import Evidence
-from shardtune.verify.result import Skipped
+from shardtune.verify.result import Failed, Skipped
 
 Parts = list[tuple[list[MicroBatch], Mapping[str, float]]]
 """Of each step its rows or batches, and the sum of their weights by loss term."""
 OWN = "shardtune."
 PEFT_PREFIX = "base_model.model."
-LAST_LINES = 6
-NEW_LINE = "\n"
+LAST_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +161,11 @@ class PlainSide:
         try:
             self._sample()
         except RuntimeError as error:
-            reason = str(error).partition(NEW_LINE)[0]
+            if not plain_loop.MIXED_DTYPES.search(str(error)):
+                raise
             raise Skipped(
-                f"the loss cannot be computed in fp64, in which numbers are compared: {reason}; let what "
+                "the loss cannot be computed in fp64, in which numbers are compared: "
+                f"{plain_loop.first_line(error)}; let what "
                 "is computed take the model's dtype: x.to(next(self.model.parameters()).dtype)"
             ) from error
 
@@ -379,7 +380,8 @@ def run_alone(job: Path, folder: Path) -> None:
     """Run `plain_loop.py` in a process that knows nothing of shardtune.
 
     Raises:
-        Skipped: it cannot train the model.
+        Skipped: transformers cannot train the model, for one of the reasons that `plain_loop.py` names.
+        Failed: it ended otherwise, so that nothing was compared.
     """
     done = subprocess.run(
         [sys.executable, "-P", str(Path(plain_loop.__file__)), str(job), str(folder)],
@@ -388,9 +390,17 @@ def run_alone(job: Path, folder: Path) -> None:
         text=True,
         errors="replace",
     )
-    if done.returncode:
-        last = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
-        raise Skipped(f"transformers alone cannot train this model, one row per forward: {last}")
+    if not done.returncode:
+        return
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}, without a message"]
+    if done.returncode == plain_loop.UNABLE:
+        raise Skipped(f"transformers alone cannot train this model, one row per forward: {lines[-1]}")
+    raise Failed(
+        "\n".join([f"nothing was compared: the plain loop ended with {lines[-1]}", *lines[-LAST_LINES:-1]]),
+        where=plain_loop.__file__,
+        remedy="a signal that ends it is a lack of memory; anything else is no fault of the recipe: please report it "
+        "with these lines and the output of shardtune env",
+    )
 
 
 def _is_own(kind: type[FSDPSftWorker]) -> bool:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,11 @@ from shardtune.verify.claims.layouts import check_layouts
 from shardtune.verify.claims.numbers import weight_gap
 from shardtune.verify.claims.parity import check_parity
 from shardtune.verify.result import Failed, Skipped
+from tests.support import fork_server
 from tests.support.short_runs import runs_of
 from tests.support.tiny_run import Tiny, make_tiny
 
+ALONE = plain_run.run_alone
 PLANTED = Path(__file__).parents[2] / "support" / "planted"
 WORKER = """
 import json
@@ -277,3 +280,53 @@ def test_dropout_inside_the_attention_of_a_vision_tower_is_seen(rate: float) -> 
     adapter = object.__new__(causal_lm.CausalLM)
     adapter.config = LlavaConfig(vision_config=CLIPVisionConfig(attention_dropout=rate))
     assert parts_drop(adapter) is (rate > 0)
+
+
+def test_a_fault_of_the_plain_loop_is_no_reason_to_skip(tmp_path: Path) -> None:
+    """A job without settings, as a renamed key would leave it."""
+    torch.save({"precision": "fp64"}, tmp_path / "job.pt")
+    with fork_server.own_starts(), pytest.raises(Failed) as failure:
+        ALONE(tmp_path / "job.pt", tmp_path)
+    first, *traceback = failure.value.what.splitlines()
+    assert first == "nothing was compared: the plain loop ended with KeyError: 'trust_remote_code'"
+    assert any("in build" in line for line in traceback)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            "mat1 and mat2 must have the same dtype, but got Float and Double\nat",
+            "in fp64: mat1 and mat2 must .* Double$",
+        ),
+        ("\"grouped_mm\" not implemented for 'Double'", "in fp64: .*grouped_mm"),
+        ("Input type (double) and bias type (float) should be the same", "in fp64: Input type"),
+        ("The size of tensor a (3) must match the size of tensor b (4)", None),
+    ],
+)
+def test_only_a_model_without_fp64_is_a_reason_to_skip(error: str, reason: str | None) -> None:
+    class Model(torch.nn.Linear):
+        dtype = torch.float64
+
+        def forward(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError(error)
+
+    row = {"input_ids": torch.arange(3), "weights": torch.ones(3), "inputs": {}}
+    with pytest.raises(plain_loop.Unable if reason else RuntimeError, match=reason or "The size of tensor"):
+        plain_loop.row_loss(Model(1, 1), row, {"precision": "fp64"})
+
+
+def test_an_architecture_that_only_a_plugin_makes_known_is_a_reason_to_skip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "of_my_own"}')
+    job = {"precision": "fp64", "trust_remote_code": False, "config": str(tmp_path)}
+    torch.save(job, tmp_path / "job.pt")
+    with pytest.raises(plain_loop.Unable, match=r"made known by a plugin: .*of_my_own"):
+        plain_loop.main(str(tmp_path / "job.pt"), str(tmp_path))
+    ended = SimpleNamespace(returncode=plain_loop.UNABLE, stderr="a warning\nits architecture is made known\n")
+    monkeypatch.setattr(plain_run.subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(
+        Skipped, match=r"transformers alone cannot train .* per forward: its architecture is made known$"
+    ):
+        ALONE(tmp_path / "job.pt", tmp_path)

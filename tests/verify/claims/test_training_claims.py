@@ -191,3 +191,17 @@ def test_a_bias_that_rounding_alone_moves_is_no_fault(tmp_path: Path) -> None:
         [claim], load_recipe(values), steps=3, ranks=(1, 2), make_worker=make_worker, title="", report=lambda _: None
     )["elastic"]
     assert found.outcome == "passed", found
+
+
+def test_an_error_that_no_check_foresees_leaves_the_other_results(tiny: Tiny) -> None:
+    def broken(_: object) -> str:
+        raise KeyError("rows")
+
+    claims = [Claim("parity", "", broken), Claim("export", "", lambda _: "seen")]
+    report = check_claims(
+        claims, load_recipe(tiny.recipe("b")), steps=1, ranks=(1,), make_worker=make_worker, title="", report=print
+    )
+    assert report["export"].outcome == "passed"
+    assert report["parity"].text.startswith("nothing was compared: KeyError: 'rows'\nTraceback")
+    assert "in broken" in report["parity"].text
+    assert "test_training_claims.py:" in report["parity"].where
