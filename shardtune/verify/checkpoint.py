@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.checkpoint.atomic import read_json
-from shardtune.checkpoint.checksums import CHECKSUMS, directory_faults, read_checksums, unlike_written
+from shardtune.checkpoint.atomic import pointed_to, read_json
+from shardtune.checkpoint.checksums import CHECKSUMS, directory_faults, read_checksums, relative_files, unlike_written
 from shardtune.checkpoint.records import COPIED, MANIFEST, intact_copy, is_readable
-from shardtune.checkpoint.state_file import STATE, StateFile, fault_of
+from shardtune.checkpoint.state_file import FOLDER, STATE, StateFile, fault_of
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.verified import damage, described
 from shardtune.data.checksum import Parts
 from shardtune.errors import CheckpointError
 
 FINAL, CHECKPOINTS = "final", "checkpoints"
+SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +42,27 @@ def verify_checkpoints(directory: Path, report: Callable[[Finding], None]) -> bo
         report: receives each finding as soon as it is known.
 
     Raises:
-        CheckpointError: it is none of them.
+        CheckpointError: it is none of them, or cannot be read.
     """
-    if (directory / STATE).is_file():
-        found = [_checkpoint(directory, None)]
-        report(found[0])
-        return found[0].sound
+    try:
+        return _verified(directory, report)
+    except OSError as problem:
+        raise CheckpointError(
+            f"{problem.filename or directory} cannot be read: {problem.strerror}",
+            where=str(directory),
+            remedy="verify it as a user who may read all of it",
+        ) from problem
+
+
+def _verified(directory: Path, report: Callable[[Finding], None]) -> bool:
+    if (directory / STATE).is_file() or (FOLDER.fullmatch(directory.name) and directory.is_dir()):
+        found = _checkpoint(directory, None)
+        report(found)
+        return found.sound
     if (directory / CHECKSUMS).is_file():
-        found = [_directory(directory)]
-        report(found[0])
-        return found[0].sound
+        found = _directory(directory)
+        report(found)
+        return found.sound
     if not directory.exists():
         raise CheckpointError(
             f"{directory} does not exist", where=str(directory), remedy="give a run directory: runs/<experiment_name>"
@@ -79,17 +91,35 @@ def _findings(directory: Path, store: CheckpointStore, folders: list[Path]) -> I
     run = store.run()
     for folder in folders:
         yield _checkpoint(folder, run)
+    if not folders:
+        yield Finding(CHECKPOINTS, "there are none", sound=True)
     lost = store.lost()
     for name, path in (("latest", store.latest()), ("best", store.best())):
         if name in lost:
             yield Finding(f"{CHECKPOINTS}/{name}", f"names {lost[name]}, which is gone", sound=False)
+        elif path is not None and pointed_to(store.folder / name) is None:
+            yield Finding(f"{CHECKPOINTS}/{name}", f"is gone or names none: {path.name} is the newest", sound=True)
         elif path is not None:
             yield Finding(f"{CHECKPOINTS}/{name}", f"is {path.name}", sound=True)
+    what = _unreadable(directory / FINAL)
+    if what is not None:
+        yield Finding(FINAL, what, sound=False)
+        return
     what = _unlike_finished(directory)
     if what is not None:
         yield Finding(FINAL, f"{what}; the command that trained the run writes it again", sound=False)
     elif (directory / FINAL).is_dir():
         yield _directory(directory / FINAL)
+
+
+def _unreadable(folder: Path) -> str | None:
+    """Why a folder's files cannot be listed; None where they can, or where there is none."""
+    try:
+        if folder.is_dir():
+            next(folder.iterdir(), None)
+    except OSError as problem:
+        return f"cannot be read: {problem.strerror}"
+    return None
 
 
 def _unlike_finished(directory: Path) -> str | None:
@@ -111,7 +141,7 @@ def _checkpoint(folder: Path, run: str | None) -> Finding:
     known = StateFile.read(folder)
     if not known.has_checksums:
         return Finding(name, "saved by an earlier version, without checksums; sizes and headers are right", sound=True)
-    return Finding(name, _extent(known.files), sound=True)
+    return Finding(name, _extent(folder, known.files, STATE), sound=True)
 
 
 def _directory(folder: Path) -> Finding:
@@ -123,9 +153,13 @@ def _directory(folder: Path) -> Finding:
         empty = not any(folder.iterdir())
         what = "is empty" if empty else "written by an earlier version, without checksums"
         return Finding(folder.name, what, sound=not empty)
-    return Finding(folder.name, _extent(known), sound=True)
+    return Finding(folder.name, _extent(folder, known, CHECKSUMS), sound=True)
 
 
-def _extent(files: dict[str, Parts]) -> str:
+def _extent(folder: Path, files: Mapping[str, Parts], of_files: str) -> str:
+    """How many files and bytes were read; and the names of files that were not written with them."""
     size = sum(count for parts in files.values() for count, _ in parts)
-    return f"{len(files)} files, {size:,} bytes"
+    further = [name for name in relative_files(folder) if name not in files and name != of_files]
+    more = f", … ({len(further)} in all)" if len(further) > SHOWN else ""
+    beside = f"; beside them, not written by the run: {', '.join(further[:SHOWN])}{more}" if further else ""
+    return f"{len(files)} files, {size:,} bytes{beside}"

@@ -305,3 +305,44 @@ def test_verify_checkpoint_of_what_is_no_run(tmp_path: Path) -> None:
     outcome = run_cli("verify", "checkpoint", str(tmp_path))
     assert outcome.code == 2
     assert "holds no checkpoints and no final/" in outcome.err
+
+
+def test_what_lies_beside_the_files_of_a_run_or_is_gone_is_named(made: Tiny, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made.run("whole"), run, symlinks=True)
+    (run / "final/adapter.json").write_text("{}")
+    (run / "checkpoints/latest").unlink()
+    said = run_cli("verify", "checkpoint", str(run)).out
+    assert "; beside them, not written by the run: adapter.json\n" in said
+    assert said.count("beside them") == 1
+    assert "checkpoints/latest  is gone or names none: global_step_4 is the newest" in said
+    shutil.rmtree(run / "checkpoints")
+    assert "ok   checkpoints  there are none\n" in run_cli("verify", "checkpoint", str(run)).out
+
+
+def test_a_checkpoint_without_its_state_file_is_damaged(made: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(made.run("whole") / LAST, tmp_path / "global_step_4")
+    (tmp_path / "global_step_4/state.json").unlink()
+    outcome = run_cli("verify", "checkpoint", str(tmp_path / "global_step_4"))
+    assert (outcome.code, "BAD  checkpoints/global_step_4  it has no valid state.json" in outcome.out) == (1, True)
+
+
+def test_folders_that_cannot_be_read_have_a_message(
+    made: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made.run("whole"), run, symlinks=True)
+    listed, closed = Path.iterdir, run / "final"
+
+    def refused(folder: Path) -> Iterator[Path]:
+        if folder == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    outcome = run_cli("verify", "checkpoint", str(run))
+    assert (outcome.code, "BAD  final  cannot be read: Permission denied" in outcome.out) == (1, True)
+    closed = run / "checkpoints"
+    outcome = run_cli("verify", "checkpoint", str(run))
+    assert outcome.code == 2
+    assert f"{closed} cannot be read: Permission denied" in outcome.err
