@@ -123,6 +123,11 @@ class NamesUnread(Protocol):
 class ByUser(Protocol):
     """An encoder that calls a user's code, which may draw random numbers."""
 
+    @property
+    def repeats_bits(self) -> bool:
+        """Whether the same file gives the same bits wherever it lies: no paths of images or videos are in its rows."""
+        ...
+
     def drawn(self, row: Row) -> str | None:
         """What differs between two encodings of a row that can be encoded; None where they are the same."""
         ...

@@ -15,6 +15,7 @@ from shardtune.config import DataConfig, Recipe
 from shardtune.data.cache.by_file import RowsByFile, TrainingRows, open_by_file
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
+from shardtune.data.cache.entry import ENCODED
 from shardtune.data.cache_directory import cache_root, file_digest, known_digest
 from shardtune.data.encoder import DRAWS, ByUser, Encoder, Row, frames_of
 from shardtune.data.loader.protocol import Column
@@ -48,8 +49,15 @@ class PreparedData:
         return self.train if isinstance(self.train, TokenDataset) else None
 
     def files(self) -> list[dict[str, Any]]:
-        """The files of the training rows: each with its rows and a hash of their content and encoding."""
-        return [] if self.train is None else self.train.files
+        """The files of the training rows: each with its rows and a hash of their content and encoding.
+
+        Where a user's code encodes them, which may draw or read what no hash covers, also a checksum of encoded rows.
+        """
+        files, whole = [] if self.train is None else self.train.files, self.whole
+        if whole is None or not isinstance(self.encoder, ByUser) or not self.encoder.repeats_bits:
+            return files
+        sums = zip(files, whole.encoded, strict=True)
+        return [file if encoded is None else {**file, ENCODED: encoded} for file, encoded in sums]
 
     def read(self) -> dict[str, TokenDataset]:
         """The data sets by purpose: `train`, and `eval` or `eval/NAME` unless it is a part of the training files.
@@ -155,9 +163,12 @@ def prepare_data(
     for name, rows in evals.items():
         _require_rows(rows, f"data.eval_data_paths{': ' + name if name else ''}", eval_spec)
     digest = partial(known_digest if by_file else file_digest, root=cache_root(data.cache_dir))
-    for note in (*_notes_on(found, data, digest, training=training), *map(_note_on_draws, drawn)):
+    prepared = PreparedData(make_encoder(recipe.eval.generate), train, evals)
+    compared = any(ENCODED in file for file in prepared.files())
+    draws = (_note_on_draws(part, compared=compared) for part in drawn)
+    for note in (*_notes_on(found, data, digest, training=training), *draws):
         report(f"data: {note}")
-    return PreparedData(make_encoder(recipe.eval.generate), train, evals)
+    return prepared
 
 
 def _notes_on(
@@ -185,10 +196,12 @@ def _looking_for_draws(encoder: Encoder, drawn: list[str]) -> Callable[[Row], st
     return look
 
 
-def _note_on_draws(part: str) -> str:
+def _note_on_draws(part: str, *, compared: bool) -> str:
+    """The note; `compared`: whether a run that continues compares its rows with those of its checkpoint."""
+    without = "is refused" if compared else "has another"
     return (
         f"encode of the model's adapter gives another {part} {DRAWS}, and each row is encoded once, into "
-        "data.cache_dir: every epoch has the same draw, and a run that continues without this cache has another. To "
+        f"data.cache_dir: every epoch has the same draw, and a run that continues without this cache {without}. To "
         "draw anew in each step, repeatably: batch.rand_like and batch.randn_like in loss"
     )
 

@@ -177,6 +177,11 @@ class FieldEncoder:
             )
         return weights
 
+    @property
+    def repeats_bits(self) -> bool:
+        """Whether the same file gives the same bits wherever it lies: no paths of images or videos are in its rows."""
+        return not self._adapter.image_fields
+
     def drawn(self, row: Row) -> str | None:
         """The first field that two encodings of a row do not have in common; None where they are the same.
 
@@ -262,6 +267,10 @@ class FrameFieldEncoder(FieldEncoder):
     ) -> None:
         super().__init__(adapter, recipe, tokenizer)
         self.frames = frames
+
+    @property
+    def repeats_bits(self) -> bool:
+        return False
 
     def encode(self, row: Row) -> Sample:
         if self.frames.returns:

@@ -11,6 +11,7 @@ from shardtune.config.environment import is_value
 from shardtune.config.schema import RunnerConfig, present_key
 from shardtune.config.shown import as_written
 from shardtune.config.tree import get_value
+from shardtune.data.cache.entry import ENCODED
 from shardtune.errors import CheckpointError
 from shardtune.training.worker.task import Task
 
@@ -221,14 +222,27 @@ def data_changes(before: Sequence[Mapping[str, object]], files: Sequence[Mapping
 
 def _same(was: Mapping[str, object], now: Mapping[str, object]) -> bool:
     """Whether a file is what it was; one with a size has rows and a key only if it has been read."""
+    if _encoded_otherwise(was, now):
+        return False
     pairs = [(was.get(name), now.get(name)) for name in ("size", "rows", "key")]
     if "size" in was or "size" in now:
         pairs = [pair for pair in pairs if None not in pair]
     return all(one == other for one, other in pairs) and was.get(LEFT_OUT) == now.get(LEFT_OUT)
 
 
+def _encoded_otherwise(was: Mapping[str, object], now: Mapping[str, object]) -> bool:
+    """Whether the same file has other encoded rows than then, by checksums that both records have."""
+    before, after = was.get(ENCODED), now.get(ENCODED)
+    return was["key"] == now["key"] and None not in (before, after) and before != after
+
+
 def _how(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     """How a file differs; its key hashes the content and, for encoded rows, everything the encoding depends on."""
+    if _encoded_otherwise(was, now):
+        return (
+            "the same rows, of which encode of the adapter makes other numbers than then: it draws, or reads something "
+            "that has changed; with the cache of that time (data.cache_dir) they are the same"
+        )
     sizes = was.get("size"), now.get("size")
     if None not in sizes and sizes[0] != sizes[1]:
         return f"{sizes[0]:,} bytes -> {sizes[1]:,} bytes"

@@ -115,4 +115,8 @@ def test_an_encode_that_draws(tmp_path: Path, kind: str, noted: int, cache: str)
     prepare_data(recipe, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), report=said.append)
     lines = [line for line in said if "gives another x each time" in line]
     assert len(lines) == noted
-    assert not noted or "every epoch has the same draw" in lines[0]
+    without = "is refused" if cache == "whole" else "has another"
+    assert (
+        not noted
+        or f"every epoch has the same draw, and a run that continues without this cache {without}." in lines[0]
+    )

@@ -448,6 +448,11 @@ class TokenDataset:
         ]
 
     @property
+    def encoded(self) -> list[str | None]:
+        """A checksum of the encoded rows of each file, in order; None where an earlier version wrote them."""
+        return [part.entry.encoded for part in self._parts]
+
+    @property
     def entry_keys(self) -> list[str]:
         """The names of the entries of all files, in order."""
         return [part.entry.key for part in self._parts]

@@ -22,6 +22,8 @@ from shardtune.data.durable import sync_folder
 
 LAYOUT_VERSION = 5
 ROWS, DESCRIPTION = "rows.bin", "entry.json"
+ENCODED = "encoded"
+"""In the description: a checksum of the rows that are kept, whatever the reasons are why others were dropped."""
 _KEPT_NOTES = 100
 _ALIGNMENT = 64
 # Array -> element type. Loss weights are stored as runs of equal values, of which most rows have two or three: the
@@ -310,13 +312,20 @@ def _runs(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Summed:
-    """A stream with the checksum of what is written into it."""
+    """A stream with the checksum of what is written into it.
+
+    Attributes:
+        also: a second checksum, to which what is written is added.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._sum = stream, xxhash.xxh3_128()
+        self.also: xxhash.xxh3_128 | None = None
 
     def write(self, content: bytes, /) -> int:
         self._sum.update(content)
+        if self.also is not None:
+            self.also.update(content)
         return self._stream.write(content)
 
     def checksum(self) -> str:
@@ -373,13 +382,16 @@ class EntryWriter:
         last = {self._terms[name]: f"term{place}" for place, name in enumerate(terms)}
         self.close()
         places: dict[str, tuple[int, int]] = {}
+        kept = xxhash.xxh3_128()
         with (self._folder / ROWS).open("wb") as rows:
             summed = _Summed(rows)
             for name in (*(name for name in self._files if name not in last), *last):
                 summed.write(bytes(-rows.tell() % _ALIGNMENT))  # behind 70 bytes, 58 zeros up to 128
                 start, piece = rows.tell(), self._folder / f"{name}.part"
                 with piece.open("rb") as file:
+                    summed.also = None if name == _DROPPED_ROWS else kept
                     shutil.copyfileobj(file, summed, 1 << 20)
+                    summed.also = None
                 piece.unlink()
                 places[last.get(name, name)] = (start, rows.tell() - start)
             size = rows.tell()
@@ -387,7 +399,7 @@ class EntryWriter:
             os.fsync(rows.fileno())
         content = {"layout": LAYOUT_VERSION, "size": size, "arrays": places, "terms": terms}
         content |= {"fields": self._fields.about(), "tally": asdict(self.tally), **about}
-        content |= {ROWS: summed.checksum()}
+        content |= {ROWS: summed.checksum(), ENCODED: kept.hexdigest()}
         with (self._folder / DESCRIPTION).open("w", encoding="utf-8") as file:
             json.dump(sealed(content), file)
             file.flush()
@@ -413,6 +425,7 @@ class Entry:
         numbers: int64 [rows], the row's number in its file. hashes: uint64 [rows].
         terms: float64 [rows] per loss term.
         kinds: what each field's arrays are; the same in all rows.
+        encoded: a checksum of the rows; None: the entry was written by an earlier version.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -430,6 +443,7 @@ class Entry:
         arrays = {name: array(name, dtype) for name, dtype in _ARRAYS.items()}
         self.folder = folder
         self.key = folder.name
+        self.encoded: str | None = content.get(ENCODED)
         self.tally = Tally.from_json(content["tally"])
         self.lengths = arrays["lengths"]
         self.numbers = arrays["numbers"]

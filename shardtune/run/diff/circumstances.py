@@ -8,6 +8,7 @@ from typing import Any
 
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import short_key
+from shardtune.data.cache.entry import ENCODED
 from shardtune.errors import ParallelError
 from shardtune.run.diff.settings import ANY, Difference, Effect
 from shardtune.run.inputs import IN_MEMORY, MODEL, TOKENIZER
@@ -212,8 +213,15 @@ def _text(value: object, missing: str = NOT_RECORDED) -> str:
 
 
 def files_read(one: Sequence[Mapping[str, object]], other: Sequence[Mapping[str, object]]) -> Iterator[Difference]:
-    """Files of `data.cache: by_file` that both runs have read, and that have other contents; by their places."""
+    """Files that both runs have read and whose contents or encoded rows differ where no fingerprint has it; by place.
+
+    Contents are those of `data.cache: by_file`, encoded rows those that a user's code makes.
+    """
     for was, now in zip(one, other, strict=False):
+        encoded = was.get(ENCODED), now.get(ENCODED)
+        if was.get("key") == now.get("key") and None not in encoded and encoded[0] != encoded[1]:
+            name = f"encoded rows of {was['file']}"
+            yield Difference("data", name, _short(encoded[0]), _short(encoded[1]), ("rows", "tokens"))
         contents = was.get("content"), now.get("content")
         if None not in contents and contents[0] != contents[1]:
             name = f"training file {was['file']}"

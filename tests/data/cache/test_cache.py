@@ -22,6 +22,7 @@ from shardtune.data import progress
 from shardtune.data.cache import build as build_module
 from shardtune.data.cache import verified
 from shardtune.data.cache.cache import build_dataset
+from shardtune.data.cache.entry import EncodedRow, EncodedRows, Entry, EntryWriter, Tally
 from shardtune.data.chat import ChatEncoder
 from shardtune.data.encoder import Encoder, LengthLimit, Row, RowError
 from shardtune.data.row_formats import ChatTitle
@@ -650,3 +651,28 @@ def test_says_what_it_does(tmp_path, build, said):
     assert said[1].startswith("data: tokenised a.jsonl: 20 rows in ")
     build(tmp_path / "a.jsonl")
     assert len(said) == 3
+
+
+def test_the_checksum_of_rows_is_that_of_their_values(tmp_path: Path) -> None:
+    """Whatever the pieces in which they were encoded, and the reasons why others were dropped."""
+
+    def checksum(name: str, *, pieces: int = 1, reason: str = "", value: float = 1.0) -> str | None:
+        folder = tmp_path / name
+        folder.mkdir()
+        writer = EntryWriter(folder)
+        rows = [
+            EncodedRow(number, number, Sample(fields={"x": np.full(3, value + number, np.float32)}), {"mse": 3.0})
+            for number in range(4)
+        ]
+        for start in range(0, 4, 4 // pieces):
+            tally = Tally(rows=4 // pieces, kept=4 // pieces)
+            if reason and not start:
+                tally.bad.add(9, reason)
+            writer.add(EncodedRows.pack(rows[start : start + 4 // pieces], tally))
+        writer.finish({})
+        return Entry(folder).encoded
+
+    whole = checksum("whole")
+    assert whole is not None
+    assert whole == checksum("pieces", pieces=2) == checksum("dropped", reason="no file /home/a/1.wav")
+    assert whole != checksum("other", value=2.0)

@@ -1,0 +1,65 @@
+"""A run is continued on the rows that it was trained on, whatever the cache holds by then."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardtune
+from shardtune import Sample
+from shardtune.errors import CheckpointError
+from shardtune.run.diff.circumstances import files_read
+from shardtune.run.resume_check import data_changes
+from tests.support.healthy_adapters import Regressor
+from tests.support.tiny_run import write_rows
+
+RECORD = {"source": "train", "file": "a.jsonl", "rows": 3, "key": "k"}
+
+
+class Noisy(Regressor):
+    """Draws while it encodes."""
+
+    def encode(self, row: Any) -> Sample:
+        sample = super().encode(row)
+        return Sample(fields={**sample.fields, "x": sample.fields["x"] + torch.randn(4).numpy()})
+
+
+def recipe(folder: Path, kind: str, **runner: object) -> dict[str, Any]:
+    rows = [{"x": [1.0] * 4, "y": [float(number)] * 2, "seen": [1.0] * 2} for number in range(6)]
+    return {
+        "runner": {"max_steps": 2, "save_interval": 1, "logger": {"log_path": str(folder / "runs")}, **runner},
+        "actor": {"global_batch_size": 2, "micro_batch_size": 2, "model": {"adapter": f"{__file__}:{kind}"}},
+        "data": {
+            "train_data_paths": str(write_rows(folder / "rows.jsonl", rows)),
+            "cache_dir": str(folder / "cache"),
+            "num_workers": 0,
+        },
+    }
+
+
+@pytest.mark.parametrize("kind", ["Noisy", "Regressor"])
+def test_rows_that_encode_makes_otherwise_are_refused(tmp_path: Path, kind: str) -> None:
+    shardtune.train(recipe(tmp_path, kind))
+    shardtune.train(recipe(tmp_path, kind, max_steps=3))  # from the cache
+    shutil.rmtree(tmp_path / "cache")
+    if kind == "Regressor":
+        shardtune.train(recipe(tmp_path, kind, max_steps=4))
+        return
+    with pytest.raises(CheckpointError, match="of which encode of the adapter makes other numbers than then"):
+        shardtune.train(recipe(tmp_path, kind, max_steps=4))
+    allowed = ["data.train_data_paths"]
+    assert shardtune.train(recipe(tmp_path, kind, max_steps=4, allow_changes=allowed)).metrics
+
+
+def test_records_without_checksums_of_rows_are_the_same() -> None:
+    one, other = ({**RECORD, "encoded": value} for value in "ab")
+    assert len(data_changes([one], [other])) == 1
+    assert not data_changes([RECORD], [other])
+    assert not data_changes([one], [RECORD])
+    (found,) = files_read([one], [other])
+    assert (found.name, found.effects) == ("encoded rows of a.jsonl", ("rows", "tokens"))
+    assert not [*files_read([one], [one]), *files_read([RECORD], [other])]
