@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from shardtune.batch import PackedBatch, Prompt, Sample
 from shardtune.checkpoint.export_check import round_adapter, to_compare, way_of
 from shardtune.checkpoint.export_check_process import ADAPTED_LOGITS, LOGITS, MODEL, num_embeddings
-from shardtune.checkpoint.hf_save import disk_dtype
+from shardtune.checkpoint.hf_save import disk_dtype, stop_tokens
 from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import Row, frames_of
@@ -81,7 +81,7 @@ def facts(run: Run, folder: Path) -> tuple[Part, Part]:
             rows = first_rows(run.recipe, encoder, ROWS)
         except DataError as error:
             notes.append(f"rows of the recipe: its worker reads them itself ({error.what})")
-    own: Part = {"notes": notes, "stops": list(worker.end_of_turn_ids), "directories": {}}
+    own: Part = {"notes": notes, "stops": list(worker.end_of_turn_ids), "may_stop": _stops(worker), "directories": {}}
     job: Part = {"stops": own["stops"], "last": LAST, "new_tokens": NEW_TOKENS, "dtype": _dtype(run), "directories": {}}
     job["base"] = run.recipe.actor.model.model_path
     written = rows if encoder is None or frames_of(encoder) is None else []
@@ -123,6 +123,14 @@ def _worker(run: Run, checkpoint: str) -> FSDPSftWorker:
     if run.recipe.actor.model.is_lora:
         exactly.append("actor.model.lora.base_dtype=auto")
     return run.worker(checkpoint, *NO_EVALUATION, *exactly)
+
+
+def _stops(worker: FSDPSftWorker) -> list[int]:
+    """All tokens at which what is exported may stop: those that end a turn, and the base model's."""
+    model = worker.inner_model
+    generation = model.generation_config if isinstance(model, PreTrainedModel) else None
+    known = None if generation is None else generation.eos_token_id
+    return stop_tokens(known, worker.tokenizer, worker.end_of_turn_ids)
 
 
 def _dtype(run: Run) -> str:

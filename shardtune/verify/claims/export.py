@@ -157,6 +157,10 @@ def _same_answers(title: str, own: Part, plain: Part, *, only_adapter: bool) -> 
     lacking = [token for token in own["stops"] if token not in stops]
     if lacking and not only_adapter:  # an adapter's directory has no settings of generation that PEFT reads
         raise _differs(title, f"does not stop at token {lacking[0]}, which ends a trained answer", "eos_token_id")
+    further = [token for token in stops if token is not None and token not in own["may_stop"]]
+    if further:
+        what = f"stops at token {further[0]} too, which ends no answer of the base model and no trained one"
+        raise _differs(title, what, "eos_token_id")
     for number, (mine, (its, worse)) in enumerate(zip(own["answers"], plain["answers"], strict=True), 1):
         if mine != its and not worse <= TIE:
             place = next((i for i, pair in enumerate(zip(mine, its, strict=False)) if pair[0] != pair[1]), "the end")

@@ -80,6 +80,7 @@ def test_what_an_adapter_leaves_is_the_trained_model(adapted: Both) -> None:
         (lambda found: changed(found, "final", "logits", 0, value=torch.zeros(1, 2)), "other logits on row 1"),
         (lambda found: changed(found, "merged", "answers", 0, value=([1], 0.3)), "answers prompt 1 otherwise"),
         (lambda found: changed(found, "merged", "stops", value=[0]), "does not stop at token 2"),
+        (lambda found: changed(found, "final", "stops", value=[2, 40]), "stops at token 40 too"),
         (lambda found: changed(found, "final", "text", "special", "eos_token", value='"<pad>"'), "special token: eos"),
         (lambda found: changed(found, "final", "text", "template", value="{{ 1 }}"), "another chat template"),
         (lambda found: changed(found, "final", "text", "ids", 0, value=[1]), "splits text 1 into other tokens"),
