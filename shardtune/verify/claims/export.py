@@ -85,6 +85,8 @@ def _same_weights(title: str, own: Part, plain: Part) -> dict[str, str]:
     for name in plain.get("missing", ()):
         if name in (own.get("tensors") or {}):
             raise _differs(title, f"has no weight {name}, which transformers fills with random numbers", name)
+    for name, (there, here) in plain.get("shapes", {}).items():
+        raise _differs(title, f"has the weight {name} in the shape {[*there]} and not {[*here]}", name)
     if own.get("shared") is not None and own["shared"] != plain["shared"]:
         apart = [group for group in own["shared"] if group not in plain["shared"]]
         what = (

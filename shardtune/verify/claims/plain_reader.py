@@ -29,12 +29,13 @@ AUTO = {"causal_lm": AutoModelForCausalLM, "vision_language": AutoModelForImageT
 
 
 def load_model(directory, kind):
-    """The model of a directory, as its config names it, and the names of weights that the directory lacks."""
+    """The model of a directory, as its config names it; the weights that the directory lacks; those of other shapes."""
     name = json.loads((directory / "config.json").read_text())["architectures"][0]
     auto = AUTO.get(kind) or getattr(transformers, name)
     eager = {"attn_implementation": "eager"} if kind in AUTO else {}
-    model, info = auto.from_pretrained(directory, output_loading_info=True, **eager)
-    return model.eval(), set(info["missing_keys"])
+    model, info = auto.from_pretrained(directory, output_loading_info=True, ignore_mismatched_sizes=True, **eager)
+    shapes = {name: (tuple(there), tuple(here)) for name, there, here in info["mismatched_keys"]}
+    return model.eval(), set(info["missing_keys"]), shapes
 
 
 def load_adapter(directory, kind, dtype):
@@ -205,8 +206,8 @@ def read(directory, job, beside):
     if directory["adapter"]:
         model = load_adapter(path, kind, job["dtype"])
     else:
-        model, missing = load_model(path, kind)
-        found["missing"] = sorted(missing)
+        model, missing, shapes = load_model(path, kind)
+        found["missing"], found["shapes"] = sorted(missing), shapes
         found["tensors"], found["shared"] = tensors_of(model, missing)
         found["labels"] = dict(model.config.id2label or {})
     if kind in AUTO:

@@ -79,6 +79,7 @@ def test_what_an_adapter_leaves_is_the_trained_model(adapted: Both) -> None:
         (lambda found: found["final"]["logits"][1].add_(0.01), "other logits on row 2"),
         (lambda found: changed(found, "final", "logits", 0, value=torch.zeros(1, 2)), "other logits on row 1"),
         (lambda found: changed(found, "merged", "answers", 0, value=([1], 0.3)), "answers prompt 1 otherwise"),
+        (lambda found: changed(found, "merged", "shapes", value={"up": ((2, 3), (3, 2))}), "up in the shape [2, 3]"),
         (lambda found: changed(found, "merged", "stops", value=[0]), "does not stop at token 2"),
         (lambda found: changed(found, "final", "stops", value=[2, 40]), "stops at token 40 too"),
         (lambda found: changed(found, "final", "text", "special", "eos_token", value='"<pad>"'), "special token: eos"),
