@@ -73,7 +73,7 @@ def row_loss(model, row, job):
     inputs = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in row["inputs"].items()}
     try:
         outputs = model(input_ids=ids[None], use_cache=False, **inputs)
-    except RuntimeError as error:  # NotImplementedError is one
+    except RuntimeError as error:
         if MIXED_DTYPES.search(str(error)):
             raise Unable(f"the model cannot be computed in {job['precision']}: {first_line(error)}") from error
         raise

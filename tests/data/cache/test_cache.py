@@ -674,5 +674,5 @@ def test_the_checksum_of_rows_is_that_of_their_values(tmp_path: Path) -> None:
 
     whole = checksum("whole")
     assert whole is not None
-    assert whole == checksum("pieces", pieces=2) == checksum("dropped", reason="no file /home/a/1.wav")
+    assert whole == checksum("pieces", pieces=2) == checksum("dropped", reason="no file: a/1.wav")
     assert whole != checksum("other", value=2.0)
