@@ -26,7 +26,7 @@ NO_COPY = "no copy of a model of this name from the Hub, which cannot be reached
 TRUST = "read that code; if you trust it, set actor.model.trust_remote_code=true"
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files that are downloaded besides weights."""
-TERMS = ("LICENSE*", "LICENCE*", "license*", "NOTICE*", "Notice*", "COPYING*", "USE_POLICY*")
+TERMS = ("LICENSE*", "LICENCE*", "License*", "license*", "NOTICE*", "Notice*", "COPYING*", "USE_POLICY*")
 """Files with the terms on which a model may be used and passed on; downloaded, too."""
 GENERATION = "generation_config.json"
 """The settings of generation."""

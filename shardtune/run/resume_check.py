@@ -233,7 +233,7 @@ def _same(was: Mapping[str, object], now: Mapping[str, object]) -> bool:
 def _encoded_otherwise(was: Mapping[str, object], now: Mapping[str, object]) -> bool:
     """Whether the same file has other encoded rows than then, by checksums that both records have."""
     before, after = was.get(ENCODED), now.get(ENCODED)
-    return was["key"] == now["key"] and None not in (before, after) and before != after
+    return was.get("key") == now.get("key") and None not in (before, after) and before != after
 
 
 def _how(was: Mapping[str, object], now: Mapping[str, object]) -> str:

@@ -27,7 +27,7 @@ from shardtune.data.row_formats import MEDIA_KEYS, Chat, ChatTitle, Completion, 
 from shardtune.data.token_rows import Tokens
 from shardtune.errors import DataError
 
-ENCODING_VERSION = 3
+ENCODING_VERSION = 4
 _PATH_KEYS = ("image", "images", "path", "video")
 _LONGEST_PATH = 512
 _PROBE = "\ue0f5\ue0f6"

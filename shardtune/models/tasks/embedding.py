@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -132,6 +133,10 @@ class Embedding(WholeStepAdapter, TextTask):
         return {"add_pooling_layer": False} if takes else {}
 
     def configure(self, config: PreTrainedConfig) -> None:
+        kind: Any = MODEL_MAPPING.get(type(config), None)
+        with suppress(ImportError):  # a model whose package is not installed, which building it says
+            if kind is not None and kind.main_input_name != "input_ids" and not config.is_encoder_decoder:
+                raise self.not_of_text()
         if config.is_encoder_decoder:
             raise ConfigError(
                 f"{self.recipe.actor.model.model_path} is an encoder-decoder, of which it is open what embeds a text",

@@ -66,6 +66,8 @@ class TextTask(Adapter):
     def config(self) -> PreTrainedConfig:
         """The model's config, with what the task sets in it."""
         config = deepcopy(self.loaded_config)
+        if "pad_token_id" not in config.to_dict():  # of images, or of several parts
+            raise self.not_of_text()
         pad, fixed = self.tokenizer.pad_token_id, config.model_type in OFFSET_POSITIONS or config.is_encoder_decoder
         if config.pad_token_id is None:
             config.pad_token_id = pad if pad is not None else self.tokenizer.eos_token_id
@@ -75,6 +77,16 @@ class TextTask(Adapter):
         self.configure(config)
         self._check_head(config.num_labels)
         return config
+
+    def not_of_text(self) -> ConfigError:
+        """The error for a model that does not read text alone."""
+        model = self.recipe.actor.model
+        return ConfigError(
+            f"{model.model_path} is a {self.loaded_config.model_type} model, which does not read text alone, and the "
+            f"rows of this {model.model_type} are texts",
+            where=MODEL_PATH,
+            remedy="give a model of text",
+        )
 
     def _check_head(self, outputs: int | None) -> None:
         """Refuse a trained head with another number of outputs."""

@@ -24,6 +24,10 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     ByT5Tokenizer,
+    HubertConfig,
+    LlavaConfig,
+    PreTrainedConfig,
+    ViTConfig,
 )
 
 import shardtune
@@ -252,6 +256,15 @@ def test_pairs_with_scores_train_an_embedding(folder: Path):
     unscored = task_of(recipe(folder, "embedding", [{"query": "a", "positive": "b"}], "unscored"))
     with pytest.raises(RowError, match="the row has 'score', and the first training row has no score"):
         unscored.encode(data[0])
+
+
+@pytest.mark.parametrize("config", [HubertConfig(), LlavaConfig(), ViTConfig()], ids=lambda config: config.model_type)
+def test_models_that_read_no_text_alone_are_refused(folder: Path, tmp_path: Path, config: PreTrainedConfig):
+    shutil.copytree(folder / "encoder", tmp_path / "model")
+    config.save_pretrained(tmp_path / "model")
+    given = recipe(folder, "embedding", rows("embedding", 2), "deaf", model_path=str(tmp_path / "model"))
+    with pytest.raises(ConfigError, match=f"a {config.model_type} model, which does not read text alone"):
+        task_of(given).build()
 
 
 def test_an_encoder_decoder_embeds_nothing(folder: Path):
