@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.utils import clip_grad_norm_
 
 UNABLE = 3  # exit code
-MIXED_DTYPES = re.compile(r"dtype|\btype\b|not implemented for '(Double|Float|BFloat16)'")  # in errors of torch
+MIXED_DTYPES = re.compile(r"dtype|scalar type|[Ii]nput type \(|not implemented for '(Double|Float|BFloat16)'")
 NOT_KNOWN = re.compile(r"does not recognize this architecture|Unrecognized (model|configuration class)")
 
 
