@@ -68,14 +68,8 @@ class Recorder:
         self._skipped = 0
         self._before: Mapping[str, str] = {}
         self._frozen = self._frozen_bits()
-        self.follow()
-
-    def follow(self) -> None:
-        """Record the steps from the worker's current position on; to be called after it was moved."""
         if self._file is not None:
-            position = self._worker.position
-            self._steps, self._contents, self._skipped = [], [], position.taken
-            position.steps = self._noted(position.steps)
+            worker.position.observe(self._noted)
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         """Write the line of a step that has just been computed.
@@ -103,6 +97,8 @@ class Recorder:
             self._stop.request()
 
     def _noted(self, steps: Iterator[Step[MicroBatch]]) -> Iterator[Step[MicroBatch]]:
+        """Steps as they are, from a position that training has gone to; what was taken before it is written."""
+        self._steps, self._contents, self._skipped = [], [], self._worker.position.taken
         for step in steps:
             if not self._steps:
                 self._before = _generators()

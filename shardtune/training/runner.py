@@ -360,8 +360,6 @@ class SFTRunner:
                 self._requested = requested
                 self._recovery.go_on_behind(undone, self._state)
                 self._forget_missing_best()
-                if self._recorder is not None:
-                    self._recorder.follow()
             self._notify(RolledBack, checkpoint=checkpoint, undone=undone)
         command = replay_command(self.run_dir, self._actor.step)
         self._observer.log(f"{command} --rows names the rows that are left out")

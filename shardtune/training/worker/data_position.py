@@ -16,6 +16,8 @@ from shardtune.training.bad_rows import BadPart
 from shardtune.training.step import StepResult
 
 NameRows = Callable[[Step[MicroBatch], Sequence[BadPart]], str]
+Wrap = Callable[[Iterator[Step[MicroBatch]]], Iterator[Step[MicroBatch]]]
+"""Passes steps on, unchanged."""
 MAX_SKIPPED = 10
 """Steps in a row that may be skipped for a loss or gradient that is not finite."""
 
@@ -47,6 +49,7 @@ class DataPosition:
         self._runner = runner
         self._name_rows = name_rows
         self.state = DataState()
+        self._wrap: Wrap = lambda steps: steps
         self.steps: Iterator[Step[MicroBatch]] = loader.steps(self.state)
         self.horizon = horizon(runner, loader)
         self.taken, self._cut, self._after = 0, 0, self.state
@@ -81,7 +84,12 @@ class DataPosition:
     def _restart(self, state: DataState, taken: int = 0) -> None:
         """Continue from a position; what was left of a step is not given any more."""
         self.state, self.taken, self._rest = state, taken, []
-        self.steps = self.loader.steps(state)
+        self.steps = self._wrap(self.loader.steps(state))
+
+    def observe(self, wrap: Wrap) -> None:
+        """Wrap the steps from here on, and those from each position that is gone to later; once."""
+        self._wrap = wrap
+        self.steps = wrap(self.steps)
 
     def close(self) -> None:
         """End what the loader's steps run on: threads and processes."""

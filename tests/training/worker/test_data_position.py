@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from shardtune import SFTRunner
 from shardtune.checkpoint.atomic import read_json, write_json
 from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, ConfigError, DataError
+from shardtune.training.recorder import Recording
 from tests.support.tiny_run import assert_same_tensors, lines
 from tests.training.worker import test_base as own
 
@@ -160,6 +162,28 @@ def test_a_run_that_is_stopped_between_two_batches_of_a_step_goes_on_with_the_se
     worker.load_checkpoint(last)
     with pytest.raises(ConfigError, match="after 1 of the 4 batches that each rank had of a step, and here it has 7"):
         worker.run_training()
+
+
+class There(own.Task):
+    """Goes to the beginning of the data and back while it saves."""
+
+    def save_checkpoint(self, path: Any, step: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        epoch, rows = self._data_epoch, self._data_iter_offset
+        self._data_epoch = self._data_iter_offset = 0
+        super().save_checkpoint(path, step)
+        self._data_epoch, self._data_iter_offset = epoch, rows
+
+
+def test_steps_are_recorded_from_positions_that_a_worker_goes_to(tmp_path: Path) -> None:
+    def recorded(kind: type[own.Task]) -> list[dict[str, Any]]:
+        folder = tmp_path / kind.__name__
+        given = own.recipe(str(folder), save_interval=1, max_steps=4)
+        SFTRunner(given, kind(given), recording=Recording(folder / "steps")).run()
+        return [json.loads(line) for line in (folder / "steps" / "rank0.jsonl").read_text().splitlines()]
+
+    expected = recorded(own.Task)
+    assert len(expected) == 4
+    assert recorded(There) == expected
 
 
 def test_what_is_left_of_a_step_is_passed_over_with_the_next_one() -> None:
