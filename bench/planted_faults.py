@@ -295,8 +295,9 @@ def try_out(fault: Fault, folder: Path, *, planted: bool) -> Seen:
 
 def line_of(fault: Fault, seen: Seen) -> list[str]:
     """A row of the table."""
-    found = "yes" if seen.right else f"NO (exit code {seen.code})"
-    first = seen.message.partition("\n")[0].replace("|", "/")
+    found = ("refused" if fault.refused else "yes") if seen.right else f"NO (exit code {seen.code})"
+    lines = seen.message.splitlines()
+    first = next((line for line in reversed(lines) if line.startswith("error: ")), lines[0]).replace("|", "/")
     return [fault.what, f"`{fault.command}`", found, f"{seen.seconds:.0f}", first]
 
 
