@@ -7,13 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardtune.cli.starting import starting
 from shardtune.cli.words import split_words
 from shardtune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardtune.run.plan.plan import Planner
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -79,8 +82,6 @@ def plan(
     _check_peak(gpu_tflops, mfu)
     from shardtune.run.plan.plan import Speed, planner
     from shardtune.run.plan.rows import Given
-    from shardtune.run.plan.solve import solve as changes_that_fit
-    from shardtune.run.plan.table import change_lines, lines
 
     planning = planner(
         path,
@@ -91,6 +92,14 @@ def plan(
         speed=Speed(tokens_per_second, rate_from, mfu, (gpu_tflops or 989.0) * 1e12),
         report=lambda text: typer.echo(text, err=True),
     )
+    _show(planning, solve=solve, as_json=as_json)
+
+
+def _show(planning: Planner, *, solve: bool, as_json: bool) -> None:
+    """Print the plan, and with `solve` the changes that fit, each as it is found."""
+    from shardtune.run.plan.solve import solve as changes_that_fit
+    from shardtune.run.plan.table import change_lines, lines
+
     found = planning.plan()
     changes = changes_that_fit(planning, found, _computing) if solve else ()
     if as_json:
