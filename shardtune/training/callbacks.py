@@ -20,6 +20,7 @@ from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private.operations import TorchDispatchMode
 from shardtune.parallel.torch_settings import restored
+from shardtune.training.callback_state import as_text, own_states
 
 KEY = "runner.callbacks"
 
@@ -150,8 +151,11 @@ class Callback:
     on all ranks at the next opportunity: an evaluation after the step that has just ended, a checkpoint after that
     evaluation, a stop before the next step; a request made later than that, after the next step. Callbacks cannot
     change numerics: random state, grad mode and the like are restored after each call. An exception ends the run after
-    a checkpoint is written, and the same command continues from there. Attributes of a callback are in no checkpoint: a
-    resumed run makes its callbacks anew.
+    a checkpoint is written, and the same command continues from there.
+
+    A resumed run makes its callbacks anew. What they have counted comes back with `state_dict` and `load_state_dict`,
+    of which a class has both or none: the state is stored in each checkpoint, and loaded before `on_train_start` of a
+    run that continues from it, and before `on_rollback`.
     """
 
     def on_train_start(self, event: TrainStart) -> Ask | None:
@@ -172,8 +176,19 @@ class Callback:
     def on_train_end(self, event: TrainEnd) -> None:
         """After the last step and its checkpoint; requests are no longer possible."""
 
+    def state_dict(self) -> Mapping[str, object]:
+        """What a resumed run needs: a dict of numbers, texts, booleans, None, lists and dicts of them.
+
+        It is called when a checkpoint is begun, before the `on_save` of that checkpoint.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with what `state_dict` returned for the checkpoint that training continues from."""
+
 
 METHODS = tuple(kind.method for kind in (TrainStart, StepEnd, Evaluated, Saved, RolledBack, TrainEnd))
+STATE_METHODS: dict[str, tuple[str, ...]] = {"state_dict": (), "load_state_dict": ("state",)}
 
 
 class CallbackError(ConfigError):
@@ -188,11 +203,13 @@ class CallbackClass:
         spec: `file.py:Class`.
         kind: the class.
         methods: those of `METHODS` that it overrides.
+        has_state: whether it has `state_dict` and `load_state_dict`.
     """
 
     spec: str
     kind: type
     methods: frozenset[str]
+    has_state: bool
 
 
 def load_callbacks(specs: Sequence[str]) -> list[CallbackClass]:
@@ -221,7 +238,8 @@ def _load(spec: str) -> CallbackClass:
             where=where,
             remedy=f"did you mean {near[0]}?" if near else f"the methods are {', '.join(METHODS)}",
         )
-    overridden = {name: member for name, member in members if name in METHODS and member is not vars(Callback)[name]}
+    written = {name: member for name, member in members if member is not vars(Callback).get(name)}
+    overridden = {name: member for name, member in written.items() if name in METHODS}
     if not overridden:
         raise ConfigError(
             f"{kind.__name__} has no method of a callback",
@@ -230,9 +248,29 @@ def _load(spec: str) -> CallbackClass:
         )
     check_call(kind, 0, f"{kind.__name__}()", where)
     for name, member in overridden.items():
-        arguments = 1 if isinstance(member, (staticmethod, classmethod)) else 2
-        check_call(getattr(kind, name), arguments, f"{name}(self, event)", where)
-    return CallbackClass(spec, kind, frozenset(overridden))
+        _check_arguments(kind, name, member, ("event",), where)
+    return CallbackClass(spec, kind, frozenset(overridden), _has_state(kind, written, where))
+
+
+def _has_state(kind: type, written: Mapping[str, object], where: str) -> bool:
+    found = {name: arguments for name, arguments in STATE_METHODS.items() if name in written}
+    for name, arguments in found.items():
+        _check_arguments(kind, name, written[name], arguments, where)
+    if len(found) == 1:
+        (there,) = found
+        (missing,) = STATE_METHODS.keys() - found.keys()
+        raise ConfigError(
+            f"{kind.__name__} has {there} and no {missing}",
+            where=where,
+            remedy=f"write {missing}({', '.join(('self', *STATE_METHODS[missing]))}) too: what the one returns is "
+            "stored in each checkpoint, and given to the other where a run continues from it",
+        )
+    return bool(found)
+
+
+def _check_arguments(kind: type, name: str, member: object, arguments: tuple[str, ...], where: str) -> None:
+    bound = isinstance(member, (staticmethod, classmethod))
+    check_call(getattr(kind, name), len(arguments) + (not bound), f"{name}({', '.join(('self', *arguments))})", where)
 
 
 class Callbacks:
@@ -255,6 +293,7 @@ class Callbacks:
         self._listened = frozenset[str]().union(*(found.methods for found in classes))
         self._made: list[tuple[CallbackClass, object]] = []
         self._classes = list(classes)
+        self._failed = False
         self.stopped_by: list[str] = []
 
     def make(self) -> None:
@@ -272,6 +311,32 @@ class Callbacks:
             CallbackError: one of them failed, on all ranks.
         """
         return self._agree(lambda: self._dispatch(event))
+
+    def silence(self) -> None:
+        """Call none of them for an event any more, as one has failed; their states are still those of checkpoints."""
+        self._listened, self._failed = frozenset(), True
+
+    def state(self) -> list[dict[str, str]]:
+        """The states of those that have one, for a checkpoint; on other ranks than 0, none.
+
+        Raises:
+            CallbackError: one could not be taken, on all ranks; after `silence` it is left out instead.
+        """
+        taken: list[dict[str, str]] = []
+        if any(found.has_state for found in self._classes):
+            self._agree(lambda: self._take(taken))
+        return taken
+
+    def restore(self, stored: Sequence[Mapping[str, str]]) -> list[str]:
+        """Load the states of a checkpoint; returns lines on those that have none in it, on rank 0.
+
+        Raises:
+            CallbackError: one of them does not take its state, on all ranks.
+        """
+        notes: list[str] = []
+        if any(found.has_state for found in self._classes):
+            self._agree(lambda: self._load(stored, notes))
+        return notes
 
     def _agree(self, action: Callable[[], Ask]) -> Ask:
         """Run an action on rank 0; its requests, or its error, are broadcast to every rank."""
@@ -294,6 +359,32 @@ class Callbacks:
             with named_errors(found.spec, KEY):
                 self._made.append((found, found.kind()))
         return NOTHING
+
+    def _take(self, taken: list[dict[str, str]]) -> Ask:
+        for found, callback in self._with_state():
+            method, where = f"{found.kind.__name__}.state_dict()", f"{KEY}: {found.spec}"
+            try:
+                with named_errors(found.spec, KEY, "state_dict"):
+                    state = callback.state_dict()
+                taken.append({"class": found.kind.__name__, "state": as_text(state, method, where)})
+            except ConfigError:
+                if not self._failed:
+                    raise
+        return NOTHING
+
+    def _load(self, stored: Sequence[Mapping[str, str]], notes: list[str]) -> Ask:
+        made = self._with_state()
+        states = own_states([found.kind.__name__ for found, _ in made], stored)
+        for (found, callback), state in zip(made, states, strict=True):
+            if state is None:
+                notes.append(f"{found.kind.__name__} has no state in the checkpoint: it begins anew")
+                continue
+            with named_errors(found.spec, KEY, "load_state_dict"):
+                callback.load_state_dict(state)
+        return NOTHING
+
+    def _with_state(self) -> list[tuple[CallbackClass, Any]]:
+        return [(found, callback) for found, callback in self._made if found.has_state]
 
     def _dispatch(self, event: Event) -> Ask:
         requested = NOTHING

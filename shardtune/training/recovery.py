@@ -96,7 +96,8 @@ class Recovery:
         position.restore(self._place)
         position.none_finite = False
         self._moved = Moved(step=self._actor.step, position=self._place, rolled_back=True)
-        on_main(self._actor.ranks, lambda: self._files.go_back(undone, state()))
+        kept = state()  # on every rank
+        on_main(self._actor.ranks, lambda: self._files.go_back(undone, kept))
 
 
 def load_first(actor: FSDPSftWorker, candidates: Sequence[Path], report: Callable[[str], None]) -> Path:

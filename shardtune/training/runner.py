@@ -194,6 +194,8 @@ class SFTRunner:
         self._evaluated_at = int(state["evaluated_at"])
         self._last_eval = dict(state["last_eval"])
         self._line = dict(state["line"])
+        for note in self._callbacks.restore(state.get("callbacks", [])):
+            self._observer.log(note)
         if self._files.is_own(checkpoint):
             self._saver.saved_at = actor.step
         self._observer.log(f"{how} after step {actor.step} ({checkpoint})")
@@ -229,7 +231,7 @@ class SFTRunner:
                 self._notify(TrainEnd, metrics=self._last_eval, checkpoint=last)
             self._poll()
         except CallbackError:
-            self._callbacks = Callbacks([], self._ranks)
+            self._callbacks.silence()
             try:
                 self._save_now("a callback failed: saving a checkpoint first")
             except ShardtuneError as unsaved:  # a second error, which is not to hide the first
@@ -448,6 +450,7 @@ class SFTRunner:
             "moved": self._recovery.moved_at(self._actor.step),
             "total_steps": self._actor.position.horizon,
             "asked": self._requested.value,
+            "callbacks": self._callbacks.state(),
             "evaluated_at": self._evaluated_at,
             "line": {key: value for key, value in self._line.items() if math.isfinite(value)},
             "last_eval": {key: value for key, value in self._last_eval.items() if math.isfinite(value)},

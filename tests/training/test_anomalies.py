@@ -107,6 +107,26 @@ class Counted:
         (event.run_dir / "counted.json").write_text(json.dumps([self.steps, self.evaluated, self.undone]))
 
 
+class Kept:
+    """A callback that counts steps, and leaves it to its state to forget those that are undone."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+    def on_step_end(self, event: StepEnd) -> None:
+        if event.updated:
+            self.steps.append(event.step)
+
+    def on_train_end(self, event: TrainEnd) -> None:
+        (event.run_dir / "kept.json").write_text(json.dumps(self.steps))
+
+
 class Killed(Exception):
     """The end of a process."""
 
@@ -267,7 +287,7 @@ def on_ranks(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The same, and runs that are killed and not continued."""
     told = both(folder, "2")
     for action, keys in ON.items():
-        train(recipe(folder, f"{action}-2-11", **keys), 11)
+        train(recipe(folder, f"{action}-2-11", **keys, callbacks=[f"{__file__}:Kept"]), 11)
     return told
 
 
@@ -301,7 +321,9 @@ def test_what_is_left_equals_a_plain_loop_that_leaves_out_or_goes_back(
     for action, steps in (("skip", 14), ("rollback", 6)):
         wanted, weights = plain(alone[action][0]["initial"], action)
         assert len(wanted) == steps, "the plain loop meets every anomaly"
-        continued = train(recipe(folder, f"{action}-2-11", **ON[action]))
+        continued = train(recipe(folder, f"{action}-2-11", **ON[action], callbacks=[f"{__file__}:Kept"]))
+        kept = json.loads((folder / f"{action}-2-11" / "kept.json").read_text())
+        assert kept == [line["step"] for line in continued["lines"]], "a callback's state is that of the checkpoint"
         for run in (*alone[action], *ranks[0][action], continued):
             found = [(line["step"], line["train/loss"], line["train/grad_norm"]) for line in run["lines"]]
             np.testing.assert_allclose(found, wanted, rtol=1e-10)

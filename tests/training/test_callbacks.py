@@ -438,3 +438,139 @@ def test_what_numbers_depend_on_is_put_back(tmp_path: Path) -> None:
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+# What comes back in a run that continues.
+
+
+COUNTER = """
+import json, os, pathlib, signal
+
+class Counter:
+    fails = {fails!r}
+
+    def __init__(self):
+        self.best, self.seen = float("inf"), []
+
+    def state_dict(self):
+        return {{"best": self.best, "seen": self.seen}}
+
+    def load_state_dict(self, state):
+        self.best, self.seen = state["best"], state["seen"]
+
+    def on_step_end(self, event):
+        self.seen.append([event.step, "step"])
+        if event.step == self.fails:
+            raise RuntimeError("no network")
+
+    def on_evaluate(self, event):
+        self.best = min(self.best, event.metrics["eval/loss"])
+        self.seen.append([event.step, "evaluation"])
+
+    def on_save(self, event):
+        self.seen.append([event.step, "checkpoint"])
+
+    def on_train_end(self, event):
+        (event.run_dir / "counted.json").write_text(json.dumps(self.state_dict()))
+
+class Other(Counter):
+    def on_train_end(self, event):
+        pass
+"""
+
+
+def counter(folder: Path, fails: int | None = None) -> list[str]:
+    file = folder / f"counter_{fails}.py"
+    file.write_text(COUNTER.format(fails=fails))
+    return [f"{file}:Counter"]
+
+
+def counted(tiny: Tiny, name: str) -> dict[str, Any]:
+    return json.loads((tiny.run(name) / "counted.json").read_text())
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize("fails", [3, 5])
+def test_what_a_callback_has_counted_comes_back(plain: Tiny, tmp_path: Path, fails: int) -> None:
+    keys = {"runner__save_interval": 2}
+    whole = shardtune.train(recipe(plain, f"counted_{fails}", counter(tmp_path), **keys))
+    name = f"counted_on_{fails}"
+    with pytest.raises(CallbackError, match="no network"):
+        shardtune.train(recipe(plain, name, counter(tmp_path, fails), **keys))
+    shardtune.train(recipe(plain, name, counter(tmp_path), **keys))
+    expected = json.loads((whole.dir / "counted.json").read_text())
+    assert expected["best"] == min(line["eval/loss"] for line in lines(whole.dir) if "eval/loss" in line)
+    found = counted(plain, name)
+    assert found["best"] == expected["best"]
+    # The checkpoint that is written because of the failure is no part of the uninterrupted run.
+    assert [entry for entry in found["seen"] if entry != [fails, "checkpoint"]] == expected["seen"]
+
+
+def test_a_callback_without_a_state_in_the_checkpoint_is_named(
+    plain: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"runner__max_steps": 2, "runner__save_interval": 2}
+    shardtune.train(recipe(plain, "further", counter(tmp_path), **keys))
+    both = [*counter(tmp_path), counter(tmp_path)[0].replace("Counter", "Other")]
+    capsys.readouterr()
+    shardtune.train(recipe(plain, "further", both, **{**keys, "runner__max_steps": 4}))
+    printed = capsys.readouterr().err
+    assert "Other has no state in the checkpoint: it begins anew" in printed
+    assert "Counter has no state" not in printed
+    assert [step for step, what in counted(plain, "further")["seen"] if what == "step"] == [1, 2, 3, 4]
+
+
+def with_state(tmp_path: Path, returned: str) -> Callbacks:
+    return made(
+        tmp_path,
+        f"  def on_save(self, event): ...\n  def state_dict(self): return {returned}\n"
+        "  def load_state_dict(self, state): self.state = state",
+    )
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("None", ("Mine0.state_dict() returned None", "return a dict")),
+        ("{'a': [1, torch.ones(2)]}", ("Mine0.state_dict()['a'][1] is a Tensor", "tensor.tolist()")),
+        ("{'a': {3: 4}}", ("the key 3 of Mine0.state_dict()['a'] is no text", "str(key)")),
+        ("{'a': {1, 2}}", ("['a'] is a set", "list(a_set)")),
+        ("1 / 0", ("Mine0.state_dict failed: ZeroDivisionError", "mine0.py:4")),
+    ],
+)
+def test_a_state_that_json_would_lose_is_refused(tmp_path: Path, returned: str, said: tuple[str, ...]) -> None:
+    callbacks = with_state(tmp_path, returned)
+    with pytest.raises(CallbackError) as raised:
+        callbacks.state()
+    for part in (*said, "runner.callbacks", "mine0.py"):
+        assert part in str(raised.value)
+    callbacks.silence()
+    assert callbacks.state() == []  # the checkpoint after a failure is written without it
+
+
+def test_states_are_those_of_their_callbacks_and_bit_for_bit(tmp_path: Path) -> None:
+    values = "{'a': float('inf'), 'b': 0.1 + 0.2, 'c': [None, True, 'ä'], 'd': (1, 2)}"
+    stored = with_state(tmp_path, values).state()
+    assert json.loads(json.dumps(stored, allow_nan=False)) == stored
+    callbacks = with_state(tmp_path, "self.state")
+    assert callbacks.restore(stored) == []
+    assert callbacks.state() == stored
+    assert json.loads(stored[0]["state"])["b"] == 0.1 + 0.2
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def state_dict(self): return {}", ("Mine has state_dict and no load_state_dict", "(self, state)")),
+        ("def load_state_dict(self, s): ...", ("Mine has load_state_dict and no state_dict", "state_dict(self)")),
+        (
+            "def load_state_dict(self): ...\n  def state_dict(self): ...",
+            ("load_state_dict takes other arguments", "load_state_dict(self, state)"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("base", ["", "(shardtune.Callback)"])
+def test_a_class_with_half_a_state_is_refused(tmp_path: Path, body: str, said: tuple[str, ...], base: str) -> None:
+    message = refusal(tmp_path, f"class Mine{base}:\n  def on_save(self, event): ...\n  {body}")
+    for part in said:
+        assert part in message
