@@ -9,11 +9,16 @@ from tests.support.doc_blocks import ROOT
 
 TEXT = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 HEADING = re.compile(r"^## (\d+)\.(\d+)\.(\d+), (unreleased|\d{4}-\d{2}-\d{2})$")
+VERSION = re.compile(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+SUBJECT = re.compile(r"^### ([^\n]*)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
+ENTRY = re.compile(r"^- (.*?)(?=^- |^#|\Z)", re.MULTILINE | re.DOTALL)
+LONGEST = 400
+"""Characters of an entry."""
 
 
-def entries() -> list[str]:
+def entries(text: str) -> list[str]:
     """The list items, continued lines joined."""
-    return [re.sub(r"\s+", " ", item) for item in re.findall(r"^- (.*?)(?=^- |^#|\Z)", TEXT, re.MULTILINE | re.DOTALL)]
+    return [re.sub(r"\s+", " ", item).strip() for item in ENTRY.findall(text)]
 
 
 def test_headings_are_versions_newest_first():
@@ -33,9 +38,23 @@ def test_the_newest_version_is_the_projects():
     assert newest.startswith(f"## {version},")
 
 
-def test_entries_speak_to_users():
-    assert len(entries()) >= 5
-    for entry in entries():
-        assert re.match(r"(You|Your) ", entry), f"say what users can do: {entry}"
-        assert entry.rstrip().endswith("."), entry
+def test_each_entry_is_below_a_subject():
+    for version, text in VERSION.findall(TEXT):
+        above = entries(text[: text.find("### ")] if "### " in text else text)
+        assert not above, f"{version}: move this below the heading of its subject: {above[0]}"
+
+
+def test_subjects_differ_and_have_entries():
+    for version, text in VERSION.findall(TEXT):
+        subjects = SUBJECT.findall(text)
+        names = [name for name, _ in subjects]
+        assert len(names) == len(set(names)), f"{version}: {names}"
+        assert not [name for name, below in subjects if not entries(below)], version
+
+
+def test_entries_are_short_sentences():
+    assert len(entries(TEXT)) >= 5
+    for entry in entries(TEXT):
+        assert entry.endswith("."), f"an entry is a sentence: {entry}"
+        assert len(entry) <= LONGEST, f"{len(entry)} characters, more than {LONGEST}: {entry}"
         assert not re.search(r"#\d+\b", entry), f"no numbers of issues: {entry}"
