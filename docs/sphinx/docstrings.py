@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 
 from sphinx.application import Sphinx
 
@@ -11,6 +12,9 @@ _STARS = re.compile(r"(?<![\w\\])(\*{1,2})(?=\w)")
 _ENDING = re.compile(r"(?<=\w)``(?=[a-z])")
 """The end of code that letters follow, as in `LossSum`s."""
 _REFERENCE = re.compile(r"(?<=\w)_(?=\W|$)")
+_FENCE = re.compile(r"( *)```(\w*)$")
+_ROW = re.compile(r"( *)\|(.*)\|$")
+_RULE = re.compile(r" *\|[-|: ]+\|$")
 
 
 def escaped(line: str) -> str:
@@ -21,9 +25,35 @@ def escaped(line: str) -> str:
     return _ENDING.sub(r"``\\", "".join(text for pair in zip(plain, code, strict=True) for text in pair))
 
 
+def converted(lines: Iterable[str]) -> Iterator[str]:
+    """The lines with fenced code, tables and marked words of Markdown as those of reStructuredText."""
+    margin, in_code, in_table = "", False, False
+    for line in lines:
+        fence, row = _FENCE.match(line), _ROW.match(line)
+        if fence is not None:
+            in_code, margin = not in_code, fence[1]
+            yield from [f"{margin}.. code-block:: {fence[2] or 'text'}", ""] if in_code else [""]
+        elif in_code:
+            yield f"{margin}    {line.removeprefix(margin)}" if line.strip() else ""
+        elif row is not None:
+            if not in_table:
+                yield from [f"{row[1]}.. list-table::", f"{row[1]}    :header-rows: 1", ""]
+            if not _RULE.match(line):
+                yield from _cells(row[1], row[2])
+        else:
+            yield escaped(line)
+        in_table = row is not None and not in_code
+
+
+def _cells(margin: str, row: str) -> Iterator[str]:
+    first, *others = [escaped(cell.strip()) for cell in row.split("|")]
+    yield f"{margin}    * - {first}"
+    yield from (f"{margin}      - {cell}" for cell in others)
+
+
 def process(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Called by autodoc with the lines of a docstring, before napoleon."""
-    lines[:] = [escaped(line) for line in lines]
+    lines[:] = list(converted(lines))
 
 
 def setup(app: Sphinx) -> dict[str, object]:

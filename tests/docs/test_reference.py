@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -10,6 +12,9 @@ from inspect import getattr_static
 from pathlib import Path
 
 import pytest
+from docutils import nodes
+from docutils.core import publish_doctree
+from sphinx.ext.napoleon import Config, GoogleDocstring
 
 import shardtune
 from shardtune.cli.reference import all_commands
@@ -43,6 +48,32 @@ def test_what_the_reference_lists_exists_and_is_described():
         assert thing.__doc__, name
         for member in members:
             assert getattr_static(thing, member).__doc__, f"{name}.{member}"
+
+
+def site_text(docstring: str) -> list[str]:
+    """What the site makes of a docstring, in reStructuredText."""
+    converted = runpy.run_path(str(ROOT / "docs" / "sphinx" / "docstrings.py"))["converted"]
+    settings = Config(napoleon_custom_sections=[("Attributes", "params_style")], napoleon_attr_annotations=False)
+    return list(GoogleDocstring(list(converted(docstring.splitlines())), settings).lines())
+
+
+def test_docstrings_of_the_reference_are_laid_out_as_they_are_written():
+    for (module, name), members in entries().items():
+        thing = getattr(import_module(module), name)
+        for described in [thing, *(getattr_static(thing, member) for member in members)]:
+            text = "\n".join(site_text(inspect.cleandoc(described.__doc__)))
+            page = publish_doctree(text, settings_overrides={"report_level": 5})
+            faults = [str(fault.astext()) for fault in page.findall(nodes.system_message)]
+            assert not [fault for fault in faults if "Unknown interpreted text role" not in fault], (name, faults)
+
+
+def test_code_and_tables_of_docstrings_are_those_of_the_site():
+    written = ["As:", "", "```python", "a_ = *b", "    b", "```", "", "| a | `b` |", "|---|:-:|", "| c_ | *d |", "e_"]
+    assert site_text("\n".join(written)) == [
+        *("As:", "", ".. code-block:: python", "", "    a_ = *b", "        b", "", ""),
+        *(".. list-table::", "    :header-rows: 1", "", "    * - a", "      - ``b``"),
+        *("    * - c\\_", "      - \\*d", "e\\_"),
+    ]
 
 
 def test_every_public_name_is_in_the_reference():
