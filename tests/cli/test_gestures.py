@@ -271,6 +271,18 @@ def test_models_are_searched() -> None:
     assert run_cli("models", "Qwen3-MoE").out.startswith("qwen3_moe: ")
 
 
+def test_models_of_tasks_and_of_sounds_are_found_by_their_names() -> None:
+    lines = run_cli("models", "google-t5/t5").out.splitlines()
+    classes = "sequence_classifier or token_classifier, by the classes of transformers"
+    assert f"t5: model.model_type=seq2seq or {classes}" in lines
+    assert "similar ones: distilbert" in run_cli("models", "distilbert-base-cased").err
+    assert run_cli("models", "qwen2_audio").code == 2  # it hears, and none of these tasks takes sounds
+    assert run_cli("models", "whisper").out.splitlines() == [
+        "whisper: model.model_type=causal_lm, seen to train, rows of one length, its decoder alone",
+        "whisper: from sounds to text by an adapter of your own, as in examples/speech",
+    ]
+
+
 def test_model_types_of_plugins_without_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardtune.config.model_names._registered", {})
     (tmp_path / "mine.py").write_text(
