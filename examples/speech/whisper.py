@@ -9,6 +9,9 @@ The feature extractor and the tokenizer are those of `model.model_path`; `final/
 `WhisperForConditionalGeneration.from_pretrained` loads. The loss is summed over the tokens of the texts. Evaluation
 writes down what it hears and adds up the edits (words put in, left out, or exchanged), so that the word error rate is
 that of the whole set.
+
+A multilingual Whisper begins each text with marks of its language and task, which are trained, generated and kept in
+the tokenizer of `final/`: `options.language` ("german" or "de") and `options.task` choose them.
 """
 
 import hashlib
@@ -17,20 +20,24 @@ import wave
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import BaseModel
-from transformers import AutoConfig, AutoFeatureExtractor, WhisperForConditionalGeneration
+from transformers import AutoConfig, AutoFeatureExtractor, GenerationConfig, WhisperForConditionalGeneration
 
 from shardtune import Adapter, LossSum, Sample
+from shardtune.errors import ConfigError
 
 
 class Options(BaseModel):
     audio_folder: str  # the files that rows name are relative to it
     max_length: int = 64  # tokens of a text, its marks included
+    language: str | None = None  # of the texts, for a multilingual model
+    task: Literal["transcribe", "translate"] = "transcribe"  # translate: the texts are English
 
 
 class Whisper(Adapter):
@@ -46,11 +53,37 @@ class Whisper(Adapter):
     def extractor(self):
         return AutoFeatureExtractor.from_pretrained(self.recipe.actor.model.model_path)
 
+    @cached_property
+    def tokenizer(self):
+        tokenizer, language, folder = super().tokenizer, self.options.language, self.recipe.actor.model.model_path
+        has_marks = self._is_multilingual
+        if has_marks is not None and has_marks != (language is not None):
+            raise ConfigError(
+                f"{folder} is {'a' if has_marks else 'no'} multilingual Whisper",
+                where=f"model.options.language: {language}",
+                remedy="name the language of the texts, such as english" if has_marks else "leave it out",
+            )
+        if language is not None:
+            try:
+                tokenizer.set_prefix_tokens(language=language, task=self.options.task)
+            except ValueError as error:
+                raise ConfigError(str(error), where="model.options.language") from error
+        return tokenizer
+
+    @property
+    def _is_multilingual(self):
+        """None where the directory does not say."""
+        try:
+            settings = GenerationConfig.from_pretrained(self.recipe.actor.model.model_path)
+        except OSError:  # without generation_config.json
+            return None
+        return settings.to_dict().get("is_multilingual")
+
     def build(self):
         return WhisperForConditionalGeneration(self.config)
 
     def encoding_settings(self):
-        return {"sounds": self._sounds}
+        return {"sounds": self._sounds, "marks": self.tokenizer("")["input_ids"]}
 
     @cached_property
     def _sounds(self):
@@ -92,7 +125,9 @@ class Whisper(Adapter):
 
     def metrics(self, model, batch):
         together = dist.is_initialized() and dist.get_world_size() > 1  # ranks then write equally long
-        written = model.generate(batch["heard"], max_length=self.options.max_length, synced_gpus=together)
+        language = self.options.language
+        marks = {} if language is None else {"language": language, "task": self.options.task}
+        written = model.generate(batch["heard"], max_length=self.options.max_length, synced_gpus=together, **marks)
         edits = words = 0
         for tokens, labels in zip(written, batch["labels"], strict=True):
             wanted, found = (self._words(ids) for ids in (labels[labels != -100], tokens))

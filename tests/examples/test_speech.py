@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoFeatureExtractor, WhisperForConditionalGeneration
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoFeatureExtractor, GenerationConfig, WhisperForConditionalGeneration, WhisperTokenizer
 
 import shardtune
 from shardtune.config import load_recipe
+from shardtune.errors import ConfigError
 from shardtune.models.find_adapter import find_adapter
 from tests.support.workspace import quietly
 
@@ -111,6 +113,61 @@ def test_a_changed_sound_makes_the_cache_anew(made: Path):
     assert find_adapter(recipe(made)).encoding_settings() == found
     os.utime(made / "train-0.wav", (1, 1))
     assert find_adapter(recipe(made)).encoding_settings() != found
+
+
+@pytest.fixture
+def multilingual(made: Path, tmp_path: Path) -> Path:
+    """A Whisper of two languages, with the tokenizer that transformers has for it."""
+    tokenizer = WhisperTokenizer(vocab={sign: number for number, sign in enumerate(sorted(ByteLevel.alphabet()))})
+    languages = ["<|en|>", "<|zh|>", "<|de|>"]  # in the order of transformers' list
+    marks = ["<|startoftranscript|>", *languages, "<|translate|>", "<|transcribe|>", "<|notimestamps|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    start, *spoken, translate, transcribe, untimed = tokenizer.convert_tokens_to_ids(marks)
+    end = tokenizer.eos_token_id
+    config = WhisperForConditionalGeneration.from_pretrained(made / "whisper").config
+    config.update({"vocab_size": len(tokenizer), "pad_token_id": end, "bos_token_id": end, "eos_token_id": end})
+    config.update({"decoder_start_token_id": start, "max_target_positions": 64})
+    model = WhisperForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(
+        decoder_start_token_id=start, eos_token_id=end, pad_token_id=end, is_multilingual=True, max_length=64,
+        lang_to_id=dict(zip(languages, spoken, strict=True)), no_timestamps_token_id=untimed,
+        task_to_id={"translate": translate, "transcribe": transcribe},
+    )  # fmt: skip
+    for part in (model, tokenizer, AutoFeatureExtractor.from_pretrained(made / "whisper")):
+        part.save_pretrained(tmp_path / "multilingual")
+    return tmp_path / "multilingual"
+
+
+def test_texts_of_a_multilingual_model_begin_with_its_marks(
+    made: Path, multilingual: Path, monkeypatch: pytest.MonkeyPatch
+):
+    keys = [f"model.model_path={multilingual}", "model.options.language=German", "model.options.max_length=40"]
+    adapter: Any = find_adapter(recipe(made, *keys, "model.options.task=translate"))
+    row = json.loads((made / "train.jsonl").read_text().splitlines()[0])
+    tokens = adapter.tokenizer.convert_ids_to_tokens(adapter.encode(row).fields["labels"])
+    text = ["\u0120" if sign == " " else sign for sign in row["text"]]
+    assert tokens == ["<|de|>", "<|translate|>", "<|notimestamps|>", *text, "<|endoftext|>"]
+
+    model, asked = WhisperForConditionalGeneration.from_pretrained(multilingual), []
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda *heard, **named: [asked.append(named), generate(*heard, **named)][1])
+    adapter.metrics(model, adapter.collate([adapter.encode(row)], [0], {}))
+    assert [(named["language"], named["task"]) for named in asked] == [("German", "translate")]
+
+
+@pytest.mark.parametrize(
+    ("language", "why"),
+    [("null", "is a multilingual Whisper"), ("gaga", "Unsupported language: gaga")],
+)
+def test_the_language_of_a_multilingual_model_is_named(made: Path, multilingual: Path, language: str, why: str):
+    keys = [f"model.model_path={multilingual}", f"model.options.language={language}"]
+    with pytest.raises(ConfigError, match=why) as raised:
+        find_adapter(recipe(made, *keys)).encoding_settings()
+    assert "model.options.language" in str(raised.value)
+    GenerationConfig(is_multilingual=False).save_pretrained(multilingual)
+    keys = [f"model.model_path={multilingual}", "model.options.language=german"]
+    with pytest.raises(ConfigError, match="is no multilingual Whisper"):
+        find_adapter(recipe(made, *keys)).encoding_settings()
 
 
 @pytest.mark.slow
