@@ -86,14 +86,16 @@ def sum_evaluation(
 def summarize(sums: Mapping[str, Metric], token_term: str | None = None) -> dict[str, float]:
     """The metrics of an evaluation set: `loss` (the sum of all terms), `perplexity` of tokens, and all others.
 
-    With several loss terms there is also `loss/<term>` for each.
+    With several loss terms there is also `loss/<term>` for each. One that has no weight in the set is NaN, and no part
+    of the sum, as in a step of training.
 
     Args:
         sums: (sum, weight) of every metric; the terms of the loss are named `loss/<term>`.
         token_term: the term that is the cross-entropy of tokens, of which there is a perplexity; None: none is.
     """
     terms = {name: metric.mean for name, metric in sums.items() if name.startswith("loss/")}
-    metrics = {"loss": sum(terms.values()), **(terms if len(terms) > 1 else {})}
+    weighed = [value for name, value in terms.items() if sums[name].weight]
+    metrics = {"loss": sum(weighed) if weighed else math.nan, **(terms if len(terms) > 1 else {})}
     tokens = None if token_term is None else terms.get(f"loss/{token_term}")
     if tokens is not None:
         metrics["perplexity"] = math.exp(min(tokens, 700.0))

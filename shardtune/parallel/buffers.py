@@ -32,6 +32,9 @@ class Buffers:
     Args:
         model: whose names are used.
         ranks: of the run.
+
+    Attributes:
+        overwritten: the names of those that have become rank 0's where ranks had other values, by the last `agree`.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
@@ -47,6 +50,7 @@ class Buffers:
         self._averaged = {name for name, (module, _) in self._places.items() if module in norms}
         self._forms = {name: _form(module.get_buffer(key)) for name, (module, key) in self._places.items()}
         self._before: torch.Tensor | None = None
+        self.overwritten: list[str] = []
 
     @property
     def names(self) -> Collection[str]:
@@ -99,6 +103,7 @@ class Buffers:
         for name, tensor in changed:
             if name not in self._averaged or not tensor.is_floating_point():
                 self._ranks.share(tensor)
+        self.overwritten = [name for name, _ in changed if name not in self._averaged]
         if averaged:
             flat = torch.cat([tensor.reshape(-1) for tensor in averaged]) / self._ranks.world_size
             dist.all_reduce(flat)
@@ -107,7 +112,7 @@ class Buffers:
 
     def _fingerprints(self) -> torch.Tensor:
         """int64 [buffers]"""
-        found = [_fingerprint(tensor.detach()) for tensor in self.tensors().values()]
+        found = [fingerprint_of(tensor.detach()) for tensor in self.tensors().values()]
         return torch.stack(found).to(self._ranks.device)
 
 
@@ -136,7 +141,7 @@ def _other_form(name: str, first: Form, buffer: torch.Tensor | None) -> ModelErr
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+def fingerprint_of(tensor: torch.Tensor) -> torch.Tensor:
     """A number that changes, all but surely, with the bits of a tensor."""
     bits = tensor.contiguous().reshape(-1).view(_SAME_SIZE[tensor.element_size()]).long()
     return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()

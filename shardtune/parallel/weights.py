@@ -331,6 +331,11 @@ class Weights:
         """Make buffers that a rank has changed since `watch_buffers` the same on all ranks."""
         self._buffers.agree()
 
+    @property
+    def overwritten_buffers(self) -> Sequence[str]:
+        """The names of buffers that had other values on each rank when they last became those of rank 0."""
+        return self._buffers.overwritten
+
     def begin_micro_batch(self, last: bool) -> None:
         """Prepare the forward of a micro-batch; after the backward of the last one gradients are reduced over ranks."""
         if self.replicates:

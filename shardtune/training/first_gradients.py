@@ -1,14 +1,16 @@
 """Looks at the gradients of the first step; later steps cost nothing.
 
-The trained parameters that its backward pass does not reach are named, and a loss that differentiates by a weight of
-which a rank has a part is refused.
+The trained parameters that its backward pass does not reach are named, and so are generators that it draws from and no
+step seeds; a loss that differentiates by a weight of which a rank has a part is refused.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -24,7 +26,8 @@ SHOWN = 5
 def with_report(
     accumulate: Accumulate, ranks: Ranks, report: Callable[[str], None], done: Callable[[], None], *, users: bool
 ) -> Accumulate:
-    """`accumulate` for the first step, which reports the trained parameters that got no gradient on any rank.
+    """`accumulate` for the first step, which reports the trained parameters that got no gradient on any rank, and draws
+    that no seed repeats.
 
     A user's loss that calls `torch.autograd.grad` for a parameter of which each rank has a part is refused: the graph
     holds the gathered weight, so autograd finds None, or zeros (`allow_unused`, `materialize_grads`).
@@ -32,7 +35,7 @@ def with_report(
     Args:
         accumulate: of the following steps.
         ranks: of the run; all of them do the first step.
-        report: receives a line, if there are such parameters.
+        report: receives a line, if there are such parameters, and one on such draws.
         done: called after it, so that `accumulate` alone is used from then on.
         users: whether the loss is a user's, and not compiled.
     """
@@ -44,10 +47,13 @@ def with_report(
     ) -> Totals:
         nonlocal compared
         seen = _seen(forward, weights.parameters) if users and weights.on_ranks else forward
+        before = _generators()
         totals = accumulate(seen, micro_batches, denominators, weights, **settings)
         if compared:  # the same step again, at another loss scale
             return totals
         compared = True
+        if drawn := [name for name, state in _generators().items() if state != before[name]]:
+            report(_draws(drawn))
         trained = list(weights.trainable())
         zeros = weights.unit_calls.filling.filled - weights.unit_calls.filling.used
         found = ranks.gather(
@@ -62,11 +68,26 @@ def with_report(
     return first
 
 
+def _generators() -> dict[str, object]:
+    """The states of the generators that no step seeds, as values that can be compared."""
+    kind, words, *rest = np.random.get_state()
+    return {"numpy": (kind, np.asarray(words).tobytes(), *rest), "Python's random": random.getstate()}
+
+
+def _draws(names: list[str]) -> str:
+    return (
+        f"the forwards of the first step drew numbers of {' and of '.join(names)}, which no step seeds (as SpecAugment "
+        "of speech models of transformers does): the run cannot be repeated or continued bit for bit; torch and "
+        "batch.rand_like draw alike in each run"
+    )
+
+
 def _line(missing: list[str], trained: int) -> str:
     shown = ", ".join(missing[:SHOWN]) + (f" and {len(missing) - SHOWN:,} more" if len(missing) > SHOWN else "")
     return (
         f"no gradient in the first step for {len(missing):,} of {trained:,} trained parameters: {shown}. The loss of "
-        "its rows does not depend on them; freeze them (model.freeze), or use them in the forward pass"
+        "its rows does not depend on them; freeze them (model.freeze), or use them in the forward pass; those that the "
+        "code itself moves stay as they are"
     )
 
 

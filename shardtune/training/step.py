@@ -124,7 +124,8 @@ def check_weights(losses: Mapping[str, LossSum], expected: Mapping[str, float]) 
     if set(losses) != set(expected):
         raise ModelError(
             f"the loss has the terms {sorted(losses)}, the rows were given weights for {sorted(expected)}",
-            remedy="let weights(row) and loss(model, batch) name the same terms",
+            remedy="let weights(row) and loss(model, batch) name the same terms; one that no row of a micro-batch has "
+            "is the sum over none of them, with weight 0",
         )
     for name, term in losses.items():
         if not isinstance(term, LossSum):

@@ -25,8 +25,9 @@ class WholeStep:
 
     Every micro-batch is computed without a graph; the outputs of all of them, on all ranks, are concatenated; every
     rank computes the loss and its gradient with respect to the outputs; then each micro-batch is computed once more,
-    with the same random draws, and its part of that gradient is backpropagated. So memory is that of one micro-batch,
-    and the gradient that of one process with one micro-batch (Gao et al., 2021, arXiv:2101.06983).
+    with the same random draws and from the same buffers, and its part of that gradient is backpropagated. So memory is
+    that of one micro-batch, and the gradient that of one process with one micro-batch (Gao et al., 2021,
+    arXiv:2101.06983).
 
     Args:
         adapter: whose loss it is.
@@ -59,6 +60,7 @@ class WholeStep:
         found = []
         seed, step, rank = draws
         micro_batches = [replace(batch, key=derive_seed(seed, step, ROW_DRAWS)) for batch in micro_batches]
+        buffers = weights.copy_buffers() if weights.has_buffers else {}
         with torch.no_grad():
             for number, batch in enumerate(micro_batches):
                 PROGRESS.beats += 1
@@ -73,6 +75,8 @@ class WholeStep:
         check_weights(losses, denominators)
         whole = objective(losses, denominators, scale)
         slopes = dict(zip(leaves, torch.autograd.grad(whole, list(leaves.values()), allow_unused=True), strict=True))
+        if buffers:
+            weights.restore_buffers(buffers)  # the second forwards change them, as those of a step that has one each
         for number, batch in enumerate(micro_batches):
             PROGRESS.beats += 1
             PROGRESS.micro_batch = number + 1

@@ -253,7 +253,8 @@ class Trial:
             raise Failed(
                 f"the loss has the terms {sorted(losses)}, weights has {sorted(self.terms)}",
                 where=f"{type(self.adapter).__name__}.loss, .weights",
-                remedy="return the same terms from both",
+                remedy="return the same terms from both; one that no row of a micro-batch has is the sum over none of "
+                "them, with weight 0",
             )
 
     def _gradients(self) -> dict[str, torch.Tensor]:

@@ -126,3 +126,10 @@ def test_a_loss_that_draws_is_measured_alike_each_time(tmp_path) -> None:
         found.append(worker.run_eval())
     assert found[0] == found[1]
     assert found[0]["eval/first/loss"] != found[0]["eval/second/loss"]
+
+
+def test_a_term_that_no_row_of_the_set_has_is_no_part_of_the_loss() -> None:
+    found = summarize({"loss/label": Metric(3.0, 2.0), "loss/price": Metric(0.0, 0.0)})
+    assert found["loss"] == found["loss/label"] == 1.5
+    assert math.isnan(found["loss/price"])
+    assert math.isnan(summarize({"loss/price": Metric(0.0, 0.0)})["loss"])

@@ -146,3 +146,21 @@ def test_a_gradient_of_a_part_of_a_weight_is_refused(folder: str) -> None:
         assert "of which each rank has a part" in message
         assert "outside of all units" in message
     assert run_ranks(first_step, 2, folder, "BalancedAtHead") == pytest.approx([alone, alone], rel=1e-12)
+
+
+class Augmented(Spare):
+    """Hides inputs by a draw of numpy's, in training alone, as SpecAugment does."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        kept = np.random.rand() < 2 if model.training else True
+        return LossSum(model(batch["x"] * kept).square().sum(), len(batch.rows))
+
+
+@pytest.mark.parametrize(("adapter", "found"), [("Augmented", 1), ("Spare", 0)])
+def test_draws_that_no_step_seeds_are_named_once(folder: str, adapter: str, found: int) -> None:
+    lines: list[str] = []
+    made = worker(folder, adapter, lines.append, micro_batch_size=2, global_batch_size=4)
+    made.run_training()
+    made.run_training()
+    made.release()
+    assert sum("drew numbers of numpy, which no step seeds" in line for line in lines) == found

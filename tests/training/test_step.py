@@ -218,7 +218,7 @@ def test_a_loss_with_another_weight_is_refused() -> None:
         check_weights({"ce": LossSum(one, 4.0)}, {"ce": 3.0})
     with pytest.raises(ModelError, match=r"terms \['ce', 'kl'\], the rows were given weights for \['ce'\]"):
         check_weights({"ce": LossSum(one, 3.0), "kl": LossSum(one, 3.0)}, {"ce": 3.0})
-    with pytest.raises(ModelError, match="terms"):
+    with pytest.raises(ModelError, match="is the sum over none of them, with weight 0"):
         check_weights({}, {"ce": 3.0})
 
 

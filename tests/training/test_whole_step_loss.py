@@ -162,6 +162,38 @@ def test_ranks_do_not_change_the_loss_of_a_step() -> None:
         compare(got, plain())
 
 
+class Counting(Contrast):
+    """Its forwards in training add up rows in a buffer, and its outputs are larger with it."""
+
+    def build(self) -> nn.Module:
+        model = Pair()
+        model.register_buffer("seen", torch.zeros(()))
+        return model
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        model.get_buffer("seen").add_(len(batch.rows))
+        found = super().outputs(model, batch)
+        return {**found, "left": found["left"] * model.get_buffer("seen").clone()}
+
+
+def test_both_forwards_of_a_micro_batch_find_the_same_buffers() -> None:
+    adapter, ranks = Counting(make_adapter().recipe), join_ranks("cpu", ActorConfig())
+    torch.manual_seed(0)
+    model = adapter.build().double()
+    root = adapter.root(model)
+    weights = Weights(root, model, "fp64", ranks)
+    batches = BatchMaker(Rows(), Limits(3), adapter).micro_batches(np.arange(ROWS))
+    WholeStep(adapter, ranks).accumulate(root, batches, {"loss": float(ROWS)}, weights, draws=(0, 0, 0), scale=1.0)
+    assert model.get_buffer("seen") == ROWS  # as of one forward each
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.get_buffer("seen").zero_()
+    found = [adapter.outputs(model, batch) for batch in batches]
+    loss = adapter.step_loss({name: torch.cat([each[name] for each in found]) for name in found[0]})
+    wanted = torch.autograd.grad(loss.total / loss.weight, list(model.parameters()))
+    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -259,6 +259,8 @@ class FSDPSftWorker(ABC):
         step = next(position.steps)
         waited = time.perf_counter() - began
         rate = set_learning_rate(state.optimizer, state.step, position.horizon, actor.optim)
+        if not state.has_stepped:
+            state.begin_first_step()
         state.in_step = True
         try:
             result = optimizer_step(
@@ -280,7 +282,7 @@ class FSDPSftWorker(ABC):
             raise readable from error
         state.in_step = False
         if not state.has_stepped:
-            state.check_first_step()
+            state.check_first_step(self.report)
         if result.gradient_at:
             computed = result.gradient_at - began - waited
             updated = time.perf_counter() - result.gradient_at
@@ -401,7 +403,7 @@ class FSDPSftWorker(ABC):
             step: optimizer steps done.
             background: return once the tensors are copied; the caller waits for what is returned.
         """
-        own = {**self.state.checkpoint_state(), **self.position.checkpoint_state()}
+        own = {**self.state.checkpoint_state(self.report), **self.position.checkpoint_state()}
         state = {**own, "data_files": self.task.data_files(), "step": step}
         return self.state.save(Path(path), state, background=background)
 

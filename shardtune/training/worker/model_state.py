@@ -67,9 +67,15 @@ from shardtune.training.step import LossScale
 from shardtune.training.utilisation import UNKNOWN, Utilisation, peak_flops
 from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.finite_weights import FiniteWeights
+from shardtune.training.worker.frozen_weights import FrozenWeights, named
 from shardtune.training.worker.own_updates import OwnUpdates
 
 EXTRA, OPTIMIZER_NAME = "extra_state", "optimizer_name"
+KEPT = (
+    "leave requires_grad on for weights that the code itself moves, and call them under torch.no_grad(): the optimizer "
+    "moves no weight without a gradient, and checkpoints have it"
+)
+"""What to do with frozen weights that change."""
 
 
 class ModelSource(Protocol):
@@ -136,6 +142,7 @@ class ModelState:
         self._tokenizer = tokenizer
         self._groups: list[dist.ProcessGroup | None] = []
         self._excluded_from_checkpoint: dict[str, str] = {}
+        self._frozen: FrozenWeights | None = None
         self.step = 0
         self.in_step = self.has_stepped = False
         self.own_updates: OwnUpdates | None = None
@@ -347,20 +354,44 @@ class ModelState:
         parameters, coded = self.inner.named_parameters(), coded_sizes(self.inner)
         return {parameter: coded.get(parameter, self.weights.shapes[name].numel()) for name, parameter in parameters}
 
-    def check_first_step(self) -> None:
-        """After a first step: refuse what its forwards have made, as before each save.
+    def begin_first_step(self) -> None:
+        """Before a first step, after all that `setup` does: note the frozen weights, which steps may not change."""
+        self._frozen = FrozenWeights(self.weights, self._ranks)
+
+    def check_first_step(self, report: Callable[[str], None]) -> None:
+        """After a first step: refuse what its forwards have made, as before each save, and name what ranks have lost.
+
+        Args:
+            report: receives a line, if buffers have become those of rank 0.
 
         Raises:
             ModelError: the model has got parameters or persistent buffers.
         """
         self.has_stepped = True
         self.weights.refuse_added()
+        if lost := self.weights.overwritten_buffers:
+            report(
+                f"the buffers {named(lost)} of {type(self.inner).__name__} differ between ranks after the first step, "
+                "and all ranks go on with those of rank 0: what forwards have made of other ranks' rows is lost. Let "
+                "the forward add it up over ranks before it is written (torch.distributed.all_reduce)"
+            )
 
     # Checkpoints.
 
-    def checkpoint_state(self) -> dict[str, object]:
-        """The JSON part of the model's state in a checkpoint."""
+    def checkpoint_state(self, report: Callable[[str], None]) -> dict[str, object]:
+        """The JSON part of the model's state in a checkpoint; every rank calls it.
+
+        Args:
+            report: receives a line, once, if frozen weights have changed, which no checkpoint holds.
+        """
         beside = extra_state(self.inner)
+        changed = self._frozen.changed() if self._frozen is not None else []
+        if changed and "changed" not in self._excluded_from_checkpoint:
+            self._excluded_from_checkpoint["changed"] = named(changed)
+            report(
+                f"the frozen weights {named(changed)} have changed since the first step, by the code of the model or "
+                f"its loss, and no checkpoint holds frozen weights, so that this run cannot be continued; {KEPT}"
+            )
         return {
             "step": self.step,
             OPTIMIZER_NAME: self._recipe.actor.optim.name,
@@ -443,6 +474,12 @@ class ModelState:
         """Refuse trained weights on frozen ones that differ from those they were trained with."""
         found, own, key = state.get("left_out"), self._excluded_from_checkpoint, "actor.model.model_path"
         saved = found if isinstance(found, Mapping) else {}
+        if "changed" in saved and not self._recipe.runner.allows(key):
+            raise CheckpointError(
+                f"the frozen weights {saved['changed']} changed in training, and no checkpoint holds frozen weights",
+                where=str(checkpoint),
+                remedy=f"{KEPT}; or go on from their first values with runner.allow_changes=[{key}]",
+            )
         comparable = saved.get("form") == own.get("form")
         if comparable and not is_adapter(checkpoint) and saved.get("base", own.get("base")) != own.get("base"):
             raise CheckpointError(

@@ -81,6 +81,8 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
             f"reached its end after {state.step} steps and stays there"
         )
     _begin_step(worker)
+    if not state.has_stepped:
+        state.begin_first_step()
     updates = OwnUpdates(f"{kind.__name__}.{TRAINING}", state.weights)
     state.own_updates = updates
     try:
@@ -94,7 +96,7 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
         if not state.has_stepped:
             updates.report_unused(worker.recipe, worker.report)
     if not state.has_stepped:
-        state.check_first_step()
+        state.check_first_step(worker.report)
     return _alike(_named(found, "train", f"{kind.__name__}.{TRAINING}"), worker)
 
 

@@ -1,0 +1,155 @@
+"""Weights and buffers that the code of a loss moves itself: what no checkpoint holds, or ranks lose, is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shardtune import Adapter, Batch, LossSum, Sample
+from shardtune.config import load_recipe
+from shardtune.errors import CheckpointError
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.dist.ranks import run_ranks
+
+
+class Twins(nn.Module):
+    """A trained layer, a copy that follows it, and the sum of what forwards have seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.slow = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for slow, fast in zip(self.slow.parameters(), self.layer.parameters(), strict=True):
+            slow.lerp_(fast, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.get_buffer("seen").add_(x.sum())
+        with torch.no_grad():
+            wanted = self.slow(x)
+        return self.layer(x) - wanted
+
+
+class Following(Adapter):
+    """The copy keeps requires_grad, and has no gradient."""
+
+    def build(self) -> nn.Module:
+        return Twins()
+
+    def encode(self, row: Mapping[str, float]) -> Sample:
+        return Sample(fields={"x": np.array([row["x"]])})
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        assert isinstance(model, Twins)
+        if model.training:
+            model.follow()
+        return LossSum(model(batch["x"]).square().sum(), len(batch.rows))
+
+
+class FrozenFollowing(Following):
+    """The copy is frozen, so that no checkpoint has it."""
+
+    def build(self) -> nn.Module:
+        model = Twins()
+        model.slow.requires_grad_(False)
+        return model
+
+
+class Still(FrozenFollowing):
+    """A frozen copy that stays what it was."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        return LossSum(model(batch["x"]).square().sum(), len(batch.rows))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"x": float(n)}) + "\n" for n in range(1, 17)))
+    return tmp_path
+
+
+def worker(folder: Path, adapter: str, lines: list[str], **runner: object) -> SFTWorker:
+    recipe = {
+        "actor": {
+            "model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64"},
+            "optim": {"lr": 0.1},
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+        },
+        "data": {"train_data_paths": str(folder / "rows.jsonl"), "cache_dir": str(folder / "cache"), "num_workers": 0},
+        "runner": runner,
+    }
+    made = SFTWorker(load_recipe(recipe), report=lines.append)
+    made.setup()
+    return made
+
+
+def moved(folder: str, adapter: str) -> tuple[list[str], list[float], list[float]]:
+    """The lines of a step that is saved, and the loss of the step after it, at once and continued elsewhere."""
+    place, lines = Path(folder), list[str]()
+    first = worker(place, adapter, lines)
+    first.run_training()
+    for number in (1, 2):
+        first.save_checkpoint(place / f"saved{number}", 1)
+    at_once = [first.run_training()["train/loss"]]
+    first.release()
+    second = worker(place, adapter, [])
+    second.load_checkpoint(place / "saved2")
+    continued = [second.run_training()["train/loss"]]
+    second.release()
+    return lines, at_once, continued
+
+
+def about(lines: list[str], what: str) -> list[str]:
+    return [line for line in lines if what in line]
+
+
+def test_a_frozen_weight_that_a_loss_moves_is_named_at_a_save_and_not_continued(folder: Path) -> None:
+    lines: list[str] = []
+    first = worker(folder, "FrozenFollowing", lines)
+    first.run_training()
+    assert not about(lines, "frozen weights")
+    for number in (1, 2):
+        first.save_checkpoint(folder / f"saved{number}", 1)
+    (line,) = about(lines, "frozen weights")  # once
+    assert "slow.bias, slow.weight have changed" in line
+    first.release()
+    second = worker(folder, "FrozenFollowing", [])
+    with pytest.raises(CheckpointError, match=r"slow\.bias, slow\.weight changed in training") as error:
+        second.load_checkpoint(folder / "saved2")
+    assert "requires_grad" in str(error.value)
+    second.release()
+    third = worker(folder, "FrozenFollowing", [], allow_changes=["model.model_path"])
+    assert third.load_checkpoint(folder / "saved2") == 1
+    third.release()
+
+
+@pytest.mark.parametrize("adapter", ["Following", "Still"])
+def test_what_checkpoints_hold_or_nothing_moves_is_continued_without_a_line(folder: Path, adapter: str) -> None:
+    lines, at_once, continued = moved(str(folder), adapter)
+    assert not about(lines, "frozen weights")
+    assert not about(lines, "the buffers seen")
+    assert at_once == continued
+
+
+def test_ranks_name_the_buffers_that_become_rank_0s(folder: Path) -> None:
+    (lines, at_once, continued), _ = run_ranks(moved, 2, str(folder), "Following")
+    assert at_once == continued
+    (line,) = about(lines, "the buffers seen")
+    assert "the buffers seen of Twins differ between ranks" in line
+
+
+def test_a_weight_that_the_loss_itself_moves_is_not_advised_to_be_frozen(folder: Path) -> None:
+    lines, *_ = moved(str(folder), "Following")
+    (line,) = about(lines, "no gradient")
+    assert "slow.weight" in line
+    assert "those that the code itself moves stay as they are" in line
