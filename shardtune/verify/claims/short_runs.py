@@ -18,7 +18,7 @@ from shardtune.errors import ConfigError, Interrupted
 from shardtune.launch.module_process import module_command, module_environment
 from shardtune.training.loggers import METRICS_FILE
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.verify.claims.evidence import Evidence, read_evidence
+from shardtune.verify.claims.evidence import Evidence, read_evidence, require_frozen
 from shardtune.verify.claims.room import Room
 from shardtune.verify.claims.short_recipe import shortened
 from shardtune.verify.result import Failed, Skipped
@@ -68,6 +68,7 @@ class Attempt:
                 raise Skipped(f"bits cannot be repeated on this device: {line.strip()}")
         last = "\n".join(lines[-LAST_LINES:])
         if code == 2 and self.continues:
+            require_frozen(read_evidence(self.run.recorded), f"the run {self.run.name}")
             raise Failed(
                 f"the run {self.run.name} is refused where it is continued:\n{last}",
                 where=self.run.summary,

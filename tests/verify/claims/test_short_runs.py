@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from shardtune.verify.claims.resume import repeatable
 from shardtune.verify.claims.short_runs import Attempt, ShortRuns
 from shardtune.verify.result import Failed, Skipped
+from tests.verify.claims.test_evidence import line
 
 TORCH = (
     "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but you set "
@@ -43,6 +45,16 @@ def test_where_there_is_no_such_kernel_nothing_is_compared(text: str, error: typ
         with pytest.raises(error) as caught:
             Attempt(run, process, output, 0.0, False, stream).wait()
     assert "RuntimeError: " in str(caught.value)
+
+
+def test_a_continuation_that_is_refused_names_the_frozen_weights_that_changed(tmp_path: Path) -> None:
+    (tmp_path / "rank0.jsonl").write_text(json.dumps(json.loads(line(1, 0, 1)) | {"changed": ["a.weight"]}) + "\n")
+    run: Any = SimpleNamespace(name="stopped", summary="stopped, 1 rank, fp64", recorded=tmp_path)
+    output = tmp_path / "output.txt"
+    with output.open("wb") as stream:
+        process = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.exit(2)"])
+        with pytest.raises(Failed, match=r"stopped changes a weight that is frozen, in step 1: a\.weight"):
+            Attempt(run, process, output, 0.0, True, stream).wait()
 
 
 def test_a_line_of_any_process_is_found(tmp_path: Path) -> None:
