@@ -148,6 +148,12 @@ def test_ranks_name_the_buffers_that_become_rank_0s(folder: Path) -> None:
     assert "the buffers seen of Twins differ between ranks" in line
 
 
+def test_a_rank_without_a_part_of_a_frozen_weight_takes_part(folder: Path) -> None:
+    (lines, at_once, continued), _ = run_ranks(moved, 2, str(folder), "Still")
+    assert not about(lines, "frozen weights")
+    assert at_once == continued
+
+
 def test_a_weight_that_the_loss_itself_moves_is_not_advised_to_be_frozen(folder: Path) -> None:
     lines, *_ = moved(str(folder), "Following")
     (line,) = about(lines, "no gradient")
