@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import PIL
@@ -163,6 +163,7 @@ class ImageText(AppliedImages):
         applied: applied in its place, if its own call has another signature.
 
     Attributes:
+        image_processor: a copy of the processor's, with the settings that it is called with.
         spaces_words: whether a space is written between an image and a word attached to it (Idefics2).
         side_by_side: whether two images may follow each other without text in between.
     """
@@ -171,6 +172,7 @@ class ImageText(AppliedImages):
         super().__init__(processor, applied)
         self.image_token = self.applied.image_token
         self._stands_for: dict[tuple[int, int], str] = {}
+        self.image_processor = self._as_called()
         first = self._process([Image.new("RGB", BLANK)])
         keys = set(first)
         self.token_types = next((key for key in ("mm_token_type_ids", "token_type_ids") if key in keys), None)
@@ -183,17 +185,28 @@ class ImageText(AppliedImages):
         self._pixel_token = self._token_of_pixels()
         self._by_row = self._depends_on_row()
         self.side_by_side, self.spaces_words = True, False
-        self._quick = by_table(self.applied.image_processor)
+        self._quick = by_table(self.image_processor)
         tried = [*(Image.effect_noise(size, 90.0).convert("RGB") for size in _TRIED_SIZES), Image.new("RGB", BLANK)]
         whole = self._process(tried)
         self._needs_no_text = self._agrees_without_text(tried, whole)
         pixels = {key: whole[key] for key in self._pixel_keys}
-        proved = (
-            None
-            if self._by_row or self.follows_tokens
-            else PixelBytes.proved(self.applied.image_processor, tried, pixels)
-        )
+        proved = None if self._by_row or self.follows_tokens else PixelBytes.proved(self.image_processor, tried, pixels)
         self.pixel_bytes = proved
+
+    def _as_called(self) -> BaseImageProcessor:
+        """The image processor with the settings that the processor calls it with.
+
+        Some classes call it with settings of their own, which precede those of its file (Gemma 3: `do_pan_and_scan`,
+        InternVL: `crop_to_patches`) and count for images of certain sizes only.
+        """
+        called = _Called(self.applied.image_processor)
+        applied = copy(self.applied)
+        vars(applied)["image_processor"] = called
+        with self._at_work([blank := Image.new("RGB", BLANK)]):
+            applied(images=[[blank]], text=[self.image_token], return_tensors="pt")
+        found = copy(self.applied.image_processor)
+        vars(found).update({key: value for key, value in called.settings.items() if key != "return_tensors"})
+        return found
 
     def _agrees_without_text(self, tried: Sequence[Image.Image], whole: BatchFeature) -> bool:
         """Whether the image processor by itself gives the same bits; processing a text as well takes time."""
@@ -287,7 +300,7 @@ class ImageText(AppliedImages):
 
     def pixel_settings(self) -> dict[str, object]:
         """Everything the bytes of an image depend on: settings, and the versions of the libraries that resize it."""
-        processor = self.applied.image_processor
+        processor = self.image_processor
         kind = f"{type(processor).__module__}.{type(processor).__qualname__}"
         versions = [transformers.__version__, PIL.__version__, features.version("jpg")]
         return {"settings": processor.to_dict(), "kind": kind, "versions": versions}
@@ -349,6 +362,21 @@ class ImageText(AppliedImages):
                 where="actor.model.model_path: processor_config.json",
                 remedy="leave such images out, or mend the processor's settings",
             ) from error
+
+
+class _Called:
+    """In the place of an image processor: it is called, and the settings of the call are kept."""
+
+    def __init__(self, image_processor: BaseImageProcessor) -> None:
+        self._image_processor = image_processor
+        self.settings: dict[str, object] = {}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._image_processor, name)
+
+    def __call__(self, images: list[list[Image.Image]], **settings: Any) -> BatchFeature:
+        self.settings = settings
+        return self._image_processor(images, **settings)  # pyright: ignore[reportArgumentType] (a list per row)
 
 
 class _GivenTokens:

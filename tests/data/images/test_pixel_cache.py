@@ -154,7 +154,7 @@ def test_what_is_padded_is_no_byte() -> None:
     """Zeros that a processor puts around numbers stand for no byte of the table."""
     images = image_text(FAMILIES["smolvlm"]()[1])
     assert images.pixel_bytes is not None
-    kind: Any = type(images.processor.image_processor)
+    kind: Any = type(images.image_processor)
 
     class Padding(kind):
         def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ def test_what_is_padded_is_no_byte() -> None:
 
     picture = Image.new("RGB", (40, 40))
     assert images.bytes_of(picture) is not None
-    images.processor.image_processor.__class__ = Padding
+    images.image_processor.__class__ = Padding
     assert images.bytes_of(picture) is None
 
 

@@ -51,6 +51,30 @@ def test_a_processor_that_disagrees_with_its_image_processor_is_asked_itself() -
     assert torch.equal(image_text(processor).pixels([image])["pixel_values"], own)
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma3", {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 100}),
+        ("internvl", {"crop_to_patches": False}),
+    ],
+)
+def test_settings_of_a_processors_class_precede_those_of_its_image_processor(
+    family: str, settings: dict[str, Any]
+) -> None:
+    """Crops of a large image had pixels and no tokens: the images that are tried are too small for any."""
+    _, processor = FAMILIES[family]()
+    vars(processor.image_processor).update({"pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2})
+    vars(processor.image_processor).update(settings)
+    images = image_text(processor)
+    large = Image.effect_noise((600, 200), 90.0).convert("RGB")
+    own = processor(images=[[large]], text=[processor.image_token], return_tensors="pt")["pixel_values"]
+    made = images.bytes_of(large)
+    assert made is not None
+    assert made.pixels.shape == own.shape
+    images.applied = None  # pyright: ignore[reportAttributeAccessIssue] (whose work on a text would be thrown away)
+    assert torch.equal(images.pixels([large])["pixel_values"], own)
+
+
 def test_a_size_that_a_processor_does_not_take_is_a_bad_row() -> None:
     images = image_text(FAMILIES["qwen2_5_vl"]()[1])
     with pytest.raises(RowError, match=r"refuses images of 3 x 900: absolute aspect ratio must be smaller than 200"):
