@@ -166,6 +166,7 @@ class ImageText(AppliedImages):
         image_processor: a copy of the processor's, with the settings that it is called with.
         spaces_words: whether a space is written between an image and a word attached to it (Idefics2).
         side_by_side: whether two images may follow each other without text in between.
+        needs_gaps: whether the model takes image tokens that follow each other for one image (Qwen-VL).
     """
 
     def __init__(self, processor: ProcessorMixin, applied: AppliedProcessor | None = None) -> None:
@@ -184,7 +185,7 @@ class ImageText(AppliedImages):
         self.follows_tokens = self._differs_with_text(first)
         self._pixel_token = self._token_of_pixels()
         self._by_row = self._depends_on_row()
-        self.side_by_side, self.spaces_words = True, False
+        self.side_by_side, self.spaces_words, self.needs_gaps = True, False, False
         self._quick = by_table(self.image_processor)
         tried = [*(Image.effect_noise(size, 90.0).convert("RGB") for size in _TRIED_SIZES), Image.new("RGB", BLANK)]
         whole = self._process(tried)
@@ -271,6 +272,14 @@ class ImageText(AppliedImages):
             images = self._replacements(sizes) if by_row else [self.stands_for(size) for size in sizes]
         except ModelError as error:  # of a size that the processor does not take; it took others when it was loaded
             raise RowError(error.what) from error
+        if not all(images):
+            width, height = sizes[images.index("")]
+            raise RowError(f"an image of {width} x {height} is too small or too narrow: {kind} makes no token of it")
+        if self.needs_gaps and any(map(self._join, images, pieces[1:-1], images[1:])):
+            raise RowError(
+                "two images follow each other without a token in between, which the model takes for one: write text "
+                "between them, or around each <image> what the model's chat template writes there"
+            )
         for image, piece in zip(images, pieces[1:], strict=True):
             if self.spaces_words and piece[:1].strip(" \t\n\r<"):
                 image += " "
@@ -278,6 +287,10 @@ class ImageText(AppliedImages):
             parts += [image, piece]
             length += len(image) + len(piece)
         return Expanded("".join(parts), tuple(spans))
+
+    def _join(self, image: str, text: str, following: str) -> bool:
+        """Whether the tokens of two images with a text in between are one run."""
+        return not text and image.endswith(self._pixel_token) and following.startswith(self._pixel_token)
 
     def pixels(self, images: Sequence[Image.Image], counts: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
         """The model's inputs for images, in their order; shapes depend on the model family.

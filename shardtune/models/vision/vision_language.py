@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, ProcessorMixin
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
 from shardtune.batch import LossSum, PackedBatch, Prompt, Sample
 from shardtune.config import DataConfig
@@ -58,6 +58,8 @@ ZERO_PROJECTOR = (
     "its projector is all zeros, so images change nothing until it is trained, and packing cannot be proved"
 )
 MM_TYPES = "mm_token_type_ids"
+_KNOWN_ROPE = {MM_TYPES, "image_grid_thw"}
+"""What `get_rope_index` takes where it is the one of Qwen-VL, for which a run of image tokens is an image."""
 NO_IMAGES = (
     "leave out rows without images, raise actor.global_batch_size until each step has one, or train parts of the "
     "language model too"
@@ -94,8 +96,10 @@ class VisionLanguage(CausalLM):
     def __init__(self, config: PreTrainedConfig, processor: ProcessorMixin, **settings: Any) -> None:
         super().__init__(config, **settings)
         self.images = self._image_text(processor)
-        if isinstance(self.images, ImageText) and self.images.token_types is None:
-            self.images.token_types = _unreturned_types(config, processor)
+        if isinstance(self.images, ImageText):
+            self.images.needs_gaps = _finds_images_by_runs(config)
+            if self.images.token_types is None:
+                self.images.token_types = _unreturned_types(config, processor)
         self._leads = self.images.outside_text
         self._reader = PixelReader(self.images, _kept_pixels(self.images, self._data))
         self._needs_image = _needs_image(config)
@@ -121,7 +125,7 @@ class VisionLanguage(CausalLM):
         # A method that is called in another way (Qwen Omni, MiniCPM-V 4.7) is left to the model, which calls it itself.
         inner = model.base_model
         takes = set(inspect.signature(inner.get_rope_index).parameters) if isinstance(inner, HasRopeIndex) else set()
-        known = {MM_TYPES, "image_grid_thw"} <= takes
+        known = takes >= _KNOWN_ROPE
         if self.images.one_row or (takes and not known):
             self.one_row_per_forward(model)
         elif known:
@@ -370,6 +374,14 @@ def _needs_image(config: PreTrainedConfig) -> bool:
     kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     pixels = None if kind is None else inspect.signature(kind.forward).parameters.get("pixel_values")
     return pixels is not None and pixels.default is pixels.empty
+
+
+def _finds_images_by_runs(config: PreTrainedConfig) -> bool:
+    """Whether the positions of a config's model count each run of image tokens as one image (Qwen-VL)."""
+    kind: Any = MODEL_MAPPING.get(type(config), None)
+    if "get_rope_index" not in dir(kind):
+        return False
+    return set(inspect.signature(kind.get_rope_index).parameters) >= _KNOWN_ROPE
 
 
 def _unreturned_types(config: PreTrainedConfig, processor: ProcessorMixin) -> str | None:

@@ -101,6 +101,26 @@ def test_images_side_by_side_are_a_bad_row_where_they_are_written_in_another_way
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
+def test_images_side_by_side_are_a_bad_row_where_the_model_takes_them_for_one(family: str) -> None:
+    """The model's own forward failed, in the step of the first such row."""
+    images = VisionLanguage(tiny_config(family, VISION[family]["config"]), make_processor(family)).images
+    token, sizes = images.image_token, [(32, 32), (40, 64)]
+    for text in (f"{token} {token}", f"<vs>{token}<ve><vs>{token}<ve>"):
+        assert len(images.expand(text, sizes).images) == 2
+    with pytest.raises(RowError, match="without a token in between, which the model takes for one"):
+        images.expand(f"{token}{token}", sizes)
+    others = VisionLanguage(tiny_config("llava", VISION["llava"]["config"]), make_processor("llava")).images
+    assert len(others.expand(others.image_token * 2, sizes).images) == 2
+
+
+def test_an_image_without_a_token_is_a_bad_row() -> None:
+    images = image_text(make_processor("lighton_ocr"))
+    with pytest.raises(RowError, match="an image of 300 x 12 is too small or too narrow: LightOnOcrProcessor makes no"):
+        images.expand(images.image_token, [(300, 12)])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_processors_with_ways_of_their_own_are_applied_to_whole_rows() -> None:
     """PaliGemma writes a begin token and a line's end around the text; ShieldGemma 2 writes its own text."""
     with pytest.raises(ModelError, match=r"cannot be followed row by row \(its input_ids"):
