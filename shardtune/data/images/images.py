@@ -256,12 +256,16 @@ _OF_REFERENCES = (*_SOURCES, "seconds")
 
 def _check_keys(value: Mapping[str, object]) -> None:
     """Refuse keys of a reference that would have no effect, such as limits of its size."""
+    is_frame = value.get("video") is not None
+    if value.get("seconds") not in (None, "") and not is_frame:
+        raise RowError("an image has seconds and no video: the frame of a video is {video, seconds}")
     for key, given in value.items():
         as_ever = key == "detail" and given == "auto"
         if key not in (*_NOTES, *_OF_REFERENCES) and not as_ever and given not in (None, "", []):
+            why = "an image is as large as the processor makes it (preprocessor_config.json of the model)"
             raise RowError(
-                f"an image has {key!r} ({given!r:.40}), which is not read: an image is as large as the processor makes "
-                "it (preprocessor_config.json of the model); data.transform leaves the key out"
+                f"an image has {key!r} ({given!r:.40}), which is not read: "
+                f"{'a frame has video and seconds alone' if is_frame else why}; data.transform leaves the key out"
             )
 
 

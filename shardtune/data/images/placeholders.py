@@ -119,7 +119,8 @@ class AppliedImages(ABC):
         """The text with each image token replaced, in order.
 
         Raises:
-            RowError: there are more or fewer placeholders than images, or the text contains an image token.
+            RowError: there are more or fewer placeholders than images, or the text contains a token that stands for an
+                image, a video or a sound.
         """
 
     @abstractmethod
@@ -184,6 +185,7 @@ class ImageText(AppliedImages):
             self._image_ids = [self.tokenizer.get_vocab()[self.image_token]]
         self.follows_tokens = self._differs_with_text(first)
         self._pixel_token = self._token_of_pixels()
+        self._other_media = self._tokens_of_other_media()
         self._by_row = self._depends_on_row()
         self.side_by_side, self.spaces_words, self.needs_gaps = True, False, False
         self._quick = by_table(self.image_processor)
@@ -222,6 +224,12 @@ class ImageText(AppliedImages):
         ids = self.tokenizer(self.stands_for(BLANK), add_special_tokens=False)["input_ids"]
         return str(self.tokenizer.convert_ids_to_tokens(max(self._image_ids, key=ids.count)))
 
+    def _tokens_of_other_media(self) -> list[str]:
+        """The tokens that stand for a video or a sound in a text."""
+        known, named = self.tokenizer.get_vocab(), vars(self.processor)
+        found = [token for token in map(named.get, ("video_token", "audio_token")) if isinstance(token, str)]
+        return [token for token in found if token in known and token not in (self.image_token, self._pixel_token)]
+
     def stands_for(self, size: tuple[int, int]) -> str:
         """The text that replaces the image token for an image of a size.
 
@@ -257,6 +265,12 @@ class ImageText(AppliedImages):
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> Expanded:
         if self._pixel_token != self.image_token and self._pixel_token in text:
             raise RowError(f"the text contains {self._pixel_token!r}, which the model takes for part of an image")
+        other = next((token for token in self._other_media if token in text), None)
+        if other is not None:
+            raise RowError(
+                f"the text contains {other!r}, which the model takes for a video or a sound, and there is none; "
+                "frames of a video are images, each at an <image> of its own"
+            )
         pieces = text.split(self.image_token)
         if len(pieces) - 1 != len(sizes):
             raise RowError(

@@ -99,6 +99,8 @@ class TestReadFrame:
             ({"seconds": None}, "no seconds"),
             ({"seconds": float("nan")}, "nan, not a number of seconds"),
             ({"seconds": "soon"}, "'soon', not a number of seconds"),
+            ({"seconds": 1.0, "fps": 2}, r"'fps' \(2\), which is not read: a frame has video and seconds alone"),
+            ({"video": None, "path": "a.png", "seconds": 1.0}, "seconds and no video"),
         ],
     )
     def test_an_image_of_a_video_has_its_time(self, video, given, why):

@@ -114,6 +114,20 @@ def test_images_side_by_side_are_a_bad_row_where_the_model_takes_them_for_one(fa
     assert len(others.expand(others.image_token * 2, sizes).images) == 2
 
 
+@pytest.mark.parametrize("family", ["llava_onevision", "internvl"])
+def test_a_token_of_a_video_in_a_text_is_a_bad_row(family: str) -> None:
+    """As for the processor, which raises an error; it was trained as if it were a word."""
+    processor: Any = make_processor(family)
+    images = image_text(processor)
+    for before in ("", images.image_token):
+        given = {"images": [[Image.new("RGB", (32, 32))]]} if before else {}
+        with pytest.raises(ValueError, match="no videos were passed"):
+            processor(text=[f"{before}a<video>b"], return_tensors="pt", **given)
+        with pytest.raises(RowError, match="the text contains '<video>', which the model takes for a video"):
+            images.expand(f"{before}a<video>b", [(32, 32)] * bool(before))
+    assert images.expand("a < video >b", []).text == "a < video >b"
+
+
 def test_an_image_without_a_token_is_a_bad_row() -> None:
     images = image_text(make_processor("lighton_ocr"))
     with pytest.raises(RowError, match="an image of 300 x 12 is too small or too narrow: LightOnOcrProcessor makes no"):
