@@ -30,6 +30,9 @@ from shardtune.config.tree import get_value
 from shardtune.config.user_code import USER_MODULE, import_file
 from shardtune.data.encoder import NEVER_A_ROW, Encoder, FrameOptions, LengthLimit, Row, RowDropped, RowError
 from shardtune.data.robot.returns import return_of
+from shardtune.data.row_reads import RowReads
+from shardtune.data.row_shapes import shown_key
+from shardtune.data.sources.hub import some_of
 from shardtune.errors import DataError, ModelError, ShardtuneError
 from shardtune.models.pretrained import GENERATION, SETTINGS, settings_directory
 
@@ -39,6 +42,8 @@ NOT_ABOUT_ROWS = "actor.model.attn_implementation"
 """A key that an adapter may read, and no row depends on."""
 MAX_BYTES = 64 * 2**20
 """Larger files are no settings."""
+SHOWN_KEYS = 8
+"""Keys of a row that are not read, in one line."""
 NOT_OF_ROWS = (GENERATION, "checksums.json", "metrics.json", "trainer_state.json", "*_results.json", "*.index.json")
 """Files beside a model that no row depends on."""
 
@@ -198,12 +203,23 @@ class FieldEncoder:
         return next((name for name, is_same in zip(names, same, strict=True) if not is_same), None)
 
     def title(self, row: Row) -> str:
-        """The fields of a row with their shapes."""
+        """The fields of a row with their shapes, and the keys of the row that are not read."""
+        unread = some_of([shown_key(key) for key in self._unread(row)], SHOWN_KEYS)  # first: encode may change its row
         sample = self.encode(row)
-        if len(sample.input_ids):
-            return f"rows of {type(self._adapter).__name__}: tokens"
         shapes = [f"{name} {list(array.shape) or ''}".strip() for name, array in sample.fields.items()]
-        return f"rows of {type(self._adapter).__name__}: {', '.join(shapes)}"
+        fields = "tokens" if len(sample.input_ids) else ", ".join(shapes)
+        return f"rows of {type(self._adapter).__name__}: {fields}" + (f" (not read: {unread})" if unread else "")
+
+    def _unread(self, row: Row) -> list[str]:
+        """The keys of a row that `encode` does not read; none where that cannot be seen."""
+        if type(row) is not dict:
+            return []
+        try:
+            seen = RowReads(copy.deepcopy(row))
+            self.encode(seen)
+        except Exception:  # as of code that takes nothing but a dict
+            return []
+        return seen.unread()
 
     def at(self, folder: Path) -> FieldEncoder:
         return self

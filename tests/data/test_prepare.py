@@ -101,6 +101,30 @@ def test_a_row_that_cannot_be_copied_is_encoded(tmp_path: Path) -> None:
     assert len(found.train) == 3
 
 
+class Exact(Regressor):
+    """Takes nothing but a dict."""
+
+    def encode(self, row: Any) -> Sample:
+        assert type(row) is dict
+        return super().encode({name: row[name] for name in ("x", "y", "seen")})
+
+
+@pytest.mark.parametrize(
+    ("kind", "unread"), [("Takes", " (not read: weight, id)"), ("Regressor", " (not read: weight, id)"), ("Exact", "")]
+)
+def test_keys_that_an_adapter_does_not_read_are_named(tmp_path: Path, kind: str, unread: str) -> None:
+    row = {"x": [1.0] * 4, "y": [0.0] * 2, "seen": [1.0] * 2, "weight": 2.0, "id": 0, "note": None}
+    rows = str(write_rows(tmp_path / "rows.jsonl", [row] * 3))
+    data = {"train_data_paths": rows, "cache_dir": str(tmp_path / "cache"), "num_workers": 0}
+    model = {"adapter": f"{__file__}:{kind}"}
+    recipe, said = load_recipe({"runner": {"max_steps": 1}, "actor": {"model": model}, "data": data}), list[str]()
+    adapter = find_adapter(recipe)
+    for _ in range(2):  # from the file, and from the cache
+        prepare_data(recipe, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), report=said.append)
+    lines = [line for line in said if line.startswith("data: rows: rows of ")]
+    assert lines == [f"data: rows: rows of {kind}: x [4], y [2], seen [2]{unread}, 1 file ({rows})"] * 2
+
+
 @pytest.mark.parametrize(("kind", "noted"), [("Noisy", 1), ("Takes", 0), ("Regressor", 0)])
 @pytest.mark.parametrize("cache", ["whole", "by_file"])
 def test_an_encode_that_draws(tmp_path: Path, kind: str, noted: int, cache: str) -> None:
