@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -26,6 +27,8 @@ USER_MODULE = "shardtune_user_"
 """The prefix of the module names under which a user's files are imported."""
 _packages: set[str] = set()
 """Top-level packages of users, imported by name."""
+_plugins: defaultdict[str, set[str]] = defaultdict(set)
+"""The modules that this process has imported for each plugin: several for a file that has changed."""
 
 
 class _FromSource(SourceFileLoader):
@@ -232,11 +235,13 @@ def import_plugins(plugins: Sequence[str]) -> list[ModuleType]:
     for plugin in plugins:
         if plugin.endswith(".py"):
             modules.append(import_file(Path(plugin), "plugins"))
+            _plugins[plugin].add(modules[-1].__name__)
             continue
         try:
             if importlib.util.find_spec(plugin.partition(".")[0]) is None:  # last: it hides no installed package
                 sys.path.append(os.getcwd())
             modules.append(import_users(plugin))
+            _plugins[plugin].add(plugin)
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"the plugin {as_written(plugin)} cannot be imported: {type(error).__name__}: {error}",
@@ -244,6 +249,23 @@ def import_plugins(plugins: Sequence[str]) -> list[ModuleType]:
                 remedy="give a file (my_worker.py, relative to the recipe) or an importable module",
             ) from error
     return modules
+
+
+def note_on_other_plugins(plugins: Sequence[str]) -> list[str]:
+    """A note on plugins that this process has imported for an earlier run; none where there are no others.
+
+    Args:
+        plugins: of the run, which are imported.
+    """
+    own = __name__.partition(".")[0]  # those of shortened runs
+    others = [plugin for plugin in _plugins if plugin not in plugins and plugin.partition(".")[0] != own]
+    changed = [f"{plugin} as it was before its change" for plugin in plugins if len(_plugins[plugin]) > 1]
+    if not others and not changed:
+        return []
+    return [
+        f"plugins of earlier runs of this process: {', '.join([*others, *changed])}; what they registered, set or "
+        "patched holds in this run too, and its record does not name them (a new process has none of it)"
+    ]
 
 
 def code_hashes(plugins: Sequence[str], named: Sequence[str | None] = ()) -> dict[str, str]:

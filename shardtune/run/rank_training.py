@@ -13,6 +13,7 @@ import torch
 from shardtune.checkpoint.atomic import write_json
 from shardtune.checkpoint.verified import sound_first
 from shardtune.config import Recipe
+from shardtune.config.user_code import note_on_other_plugins
 from shardtune.data.cache.by_file import RowsByFile
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.launch.events import write_event
@@ -149,6 +150,7 @@ class RankTraining:
             notes=[
                 *self._notes,
                 *recipe.notes,
+                *note_on_other_plugins(recipe.plugins),
                 *_unused_rank_logs(recipe),
                 *unused_workers(recipe, worker),
                 *contradicted_settings(recipe, os.environ),

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardtune.config import user_code
-from shardtune.config.user_code import import_file, import_plugins, load_function, user_fault
+from shardtune.config.user_code import (
+    import_file,
+    import_plugins,
+    load_function,
+    note_on_other_plugins,
+    user_fault,
+)
 from shardtune.data.encoder import RowError
 from shardtune.data.files.json_text import JsonChunk
 from shardtune.errors import ConfigError
@@ -168,3 +175,22 @@ def test_a_plugin_of_ours_makes_no_error_a_users(no_packages: None) -> None:
     import_plugins(["shardtune.errors"])
     (row,) = JsonChunk([(1, b'{"a": %s}' % (b"9" * 5000))], 1.0).rows()
     assert isinstance(row[1], RowError)
+
+
+def test_plugins_of_earlier_runs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(user_code, "_plugins", defaultdict(set))
+    first, second = str(tmp_path / "a" / "mine.py"), str(tmp_path / "b" / "mine.py")
+    for file in (first, second):
+        Path(file).parent.mkdir()
+        Path(file).write_text("x = 1")
+    import_plugins([first])
+    import_plugins([first])
+    assert note_on_other_plugins([first]) == []
+    import_plugins([second])
+    (note,) = note_on_other_plugins([second])
+    assert f": {first};" in note
+    Path(second).write_text("x = 2")
+    import_plugins([second])
+    (note,) = note_on_other_plugins([second])
+    assert f": {first}, {second} as it was before its change;" in note
+    assert note_on_other_plugins([]) != []
