@@ -29,6 +29,9 @@ LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
 )
 DISTRIBUTED = os.sep.join(("", "torch", "distributed", ""))
+FUNCTIONAL = DISTRIBUTED + "_functional_collectives.py"
+DISPATCH = os.sep.join(("", "torch", "_"))
+AUTOGRAD = os.sep.join(("", "torch", "autograd", "function.py"))
 LOCKS = os.sep.join(("", "filelock", ""))
 WRAPPERS = frozenset({"wrapper", "_time_logger", "wait", "__exit__", "<lambda>"})
 
@@ -75,9 +78,11 @@ def place_of_main_thread(*, users_first: bool = False) -> Place:
 
 def place_of(frame: FrameType, *, users_first: bool = False) -> Place:
     """Where a thread with this innermost frame stands."""
-    stack = list(_outwards(frame))
+    stack = _without_dispatch(list(_outwards(frame)))
     collective = ""
     for each in stack:
+        if each.f_code.co_filename.endswith(AUTOGRAD):
+            continue
         if DISTRIBUTED not in each.f_code.co_filename:
             break
         name = each.f_code.co_name
@@ -91,6 +96,21 @@ def place_of(frame: FrameType, *, users_first: bool = False) -> Place:
     line = linecache.getline(code.co_filename, chosen.f_lineno).strip()
     locked = any(LOCKS in each.f_code.co_filename for each in stack)
     return Place(f"{code.co_filename}:{chosen.f_lineno}, in {code.co_qualname}", line, collective, users, locked)
+
+
+def _without_dispatch(stack: list[FrameType]) -> list[FrameType]:
+    """A stack from a functional collective outwards, as those of DTensors; as it is where it ends in none.
+
+    Such a collective is an operation of torch, which goes through Python's dispatch, and through the modes of
+    `__torch_function__` that are on, before it waits.
+    """
+    for index, frame in enumerate(stack):
+        code = frame.f_code
+        if code.co_filename.endswith(FUNCTIONAL):
+            return stack[index:]
+        if DISPATCH not in code.co_filename and code.co_name != "__torch_function__":
+            break
+    return stack
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

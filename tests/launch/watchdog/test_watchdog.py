@@ -109,6 +109,22 @@ def test_where_a_thread_stands(tmp_path: Path):
     assert place_in(written) == "at my.py:8, in f"
 
 
+def test_a_functional_collective_is_named_through_the_dispatch_of_torch():
+    known: dict = {"found": lambda: place_of(sys._getframe(1))}
+    for file, name, called in (  # from the innermost outwards, as `full_tensor` of a DTensor waits
+        ("/lib/torch/_ops.py", "redispatch", "found"),
+        ("/lib/my/modes.py", "__torch_function__", "redispatch"),
+        ("/lib/torch/_ops.py", "__call__", "__torch_function__"),
+        ("/lib/torch/distributed/_functional_collectives.py", "wait_tensor", "__call__"),
+        ("/lib/torch/distributed/tensor/_redistribute.py", "forward", "wait_tensor"),
+        ("/lib/torch/autograd/function.py", "apply", "forward"),
+        ("/lib/torch/distributed/tensor/_api.py", "full_tensor", "apply"),
+    ):
+        exec(compile(f"def {name}(): return {called}()", file, "exec"), known)
+    assert known["full_tensor"]().collective == "full_tensor"
+    assert not known["redispatch"]().collective
+
+
 def test_exit_codes_of_ranks_become_one():
     assert final_code([75, 75]) == 75
     assert final_code([75, 0]) == 75
