@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from shardtune.engine.push import names_between
 from shardtune.engine.rank_module import PRECISIONS, Order, precision_of
 from shardtune.engine.rank_process import Request
 from shardtune.engine.ranks import InProcess, Team
+from shardtune.engine.ranks_local import LocalRanks
 from shardtune.engine.ranks_spmd import SpmdRanks
 from shardtune.engine.sequence_parallel import check_shareable
 from shardtune.engine.session import current_session
@@ -41,6 +43,9 @@ _numbers = itertools.count()
 
 class TrainEngine:
     """Runs the methods of a module on all ranks; a call returns one value per rank, in rank order.
+
+    What an engine holds is released by `close()`, at the end of a `with`, or, except on Ray and under torchrun, once
+    nothing refers to the engine any more.
 
     Args:
         module: of a class that inherits from one of `shardtune.nn`, best made inside `init_empty_weights()`; or a model
@@ -102,6 +107,7 @@ class TrainEngine:
         self._team: Team | None = None
         self._layout = Layout()
         self._exports = itertools.count()
+        self._release: weakref.finalize | None = None
 
     # The user's methods.
 
@@ -213,6 +219,9 @@ class TrainEngine:
         self._team, self._layout = team, layout
         team.engines.setdefault(self._id, False)
         team.awake.add(self._id)
+        if isinstance(team, InProcess | LocalRanks):  # of the others several processes or Ray take part in an end
+            self._release = weakref.finalize(self, team.abandon, self._id)
+            self._release.atexit = False
         return self
 
     def _check_divisible(self, inner: BaseTrainModule, ranks: int) -> None:
@@ -437,6 +446,8 @@ class TrainEngine:
         team, self._team = self._team, None
         if team is None:
             return
+        if self._release is not None:
+            self._release.detach()
         if not team.dead:
             team.request_all(Request(self._id, "end"))
         team.engines.pop(self._id, None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
 
 import cloudpickle
 import numpy as np
@@ -69,6 +70,42 @@ def check_sendable(value: object, method: str, what: str) -> None:
 def unpack(packed: bytes) -> Any:
     """Deserialise a value; only for data from this engine's ranks or caller."""
     return pickle.loads(packed)
+
+
+def sendable_error(error: BaseException) -> BaseException | None:
+    """An exception that arrives with its own type; None where its class cannot be sent.
+
+    Python calls the class with `args` again, which is another call than that of an `__init__` of one's own.
+    """
+    without_init = cast(BaseException, _WithoutInit(error))
+    return next((form for form in (error, without_init) if _arrives(form)), None)
+
+
+class _WithoutInit:
+    """Pickles as an exception that is made without its `__init__`, with those attributes that can be sent."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        state = {name: value for name, value in vars(self._error).items() if _arrives(value)}
+        return _error_without_init, (type(self._error), self._error.args, state)
+
+
+def _error_without_init(
+    kind: type[BaseException], args: tuple[object, ...], state: Mapping[str, object]
+) -> BaseException:
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
+
+
+def _arrives(value: object) -> bool:
+    try:
+        unpack(pack(value))
+    except Exception:  # what a user's object raises
+        return False
+    return True
 
 
 def detached(value: T, *, copy: bool) -> T:

@@ -16,7 +16,7 @@ from shardtune.batch.seeds import derive_seed
 from shardtune.config.rank_layout import Layout
 from shardtune.engine.call_board import CallBoard
 from shardtune.engine.call_watch import CallWatch, end_rank
-from shardtune.engine.pickling import check_sendable, pack, unpack
+from shardtune.engine.pickling import check_sendable, pack, sendable_error, unpack
 from shardtune.engine.rank_module import Order, RankModule
 from shardtune.engine.stops import CallInterrupted, Stops
 from shardtune.engine.torch_settings import FollowedSettings, TorchSettings
@@ -278,10 +278,6 @@ def _open_group_of_one(device: torch.device) -> bool:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """The picklable form of an exception: the exception if possible, and always its traceback."""
+    """The picklable form of an exception, and always its traceback."""
     text = "".join(traceback.format_exception(error))
-    try:
-        travels = unpack(pack(error)) is not None
-    except Exception:
-        travels = False
-    return Failure(rank, error if travels else None, text, lost_a_peer(error))
+    return Failure(rank, sendable_error(error), text, lost_a_peer(error))

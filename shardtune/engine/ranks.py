@@ -118,6 +118,12 @@ class InProcess(Team):
     def interrupt(self, request: Request) -> None:
         """The exception has ended the method itself."""
 
+    def abandon(self, engine: str) -> None:
+        """Release the module of an engine that was not closed, and to which nothing refers any more."""
+        self.engines.pop(engine, None)
+        self.awake.discard(engine)
+        self._host.do(Request(engine, "end"))
+
     def close(self) -> None:
         """The process is the caller's; only the engines in it end."""
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -21,6 +22,7 @@ from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, raise_failure
 from shardtune.engine.ranks_remote import RemoteRanks, stuck_outcome
+from shardtune.errors import ParallelError
 from shardtune.launch.cores import threads_of_rank, waiting
 from shardtune.launch.local import free_port
 from shardtune.launch.module_process import module_command
@@ -37,12 +39,19 @@ class LocalRanks(RemoteRanks):
         device: auto | cpu | cuda.
         first_gpu: of this machine, for rank 0; the others get the next ones.
         limits: on waiting.
+
+    Attributes:
+        gpus: of this machine, that the ranks use where it has any.
     """
 
     def __init__(self, num_ranks: int, device: str, first_gpu: int, limits: Limits) -> None:
         super().__init__(num_ranks)
+        self.gpus = range(first_gpu, first_gpu + num_ranks)
+        self._process = os.getpid()
+        self._abandoned: set[str] = set()
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
+        self._ends: list[socket.socket] = []
         self._number = 0
         self._waiting = waiting(os.environ)
         atexit.register(self.close)
@@ -66,8 +75,10 @@ class LocalRanks(RemoteRanks):
                 start_new_session=True,  # Ctrl-C is for the caller
                 env={**os.environ, **self._waiting, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        threading.Thread(target=_end_with, args=(process, here.dup()), daemon=True).start()
+        end = here.dup()
+        threading.Thread(target=_end_with, args=(process, end), daemon=True).start()
         self._ranks.append(process)
+        self._ends.append(end)
         self._pipes.append(Connection(here.detach()))
 
     def _check(self, failures: Sequence[Failure | None]) -> None:
@@ -85,6 +96,12 @@ class LocalRanks(RemoteRanks):
 
     def _exchange(self, messages: Sequence[bytes]) -> list[Outcome]:
         """Send each rank its message, and wait for the replies."""
+        if os.getpid() != self._process:
+            raise ParallelError(
+                f"the ranks of this engine are those of process {self._process}, and this is a fork of it",
+                where="a call in a forked process",
+                remedy="call the engine where it was built, or build one in this process",
+            )
         self.in_order = False
         with held_interrupts():
             self._send_all(messages)
@@ -163,9 +180,22 @@ class LocalRanks(RemoteRanks):
             return "closed its connection"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
+    def abandon(self, engine: str) -> None:
+        """Nothing refers to an engine any more, which was not closed; the ranks end with the last one.
+
+        Python may call this in the middle of anything, so that no message is sent.
+        """
+        self._abandoned.add(engine)
+        if self._abandoned.issuperset(self.engines) and not self.dead:
+            self.close()
+
     def close(self) -> None:
         super().close()
-        for pipe in self._pipes:
+        if os.getpid() != self._process:  # a fork ends, as of a pool of workers; the ranks are its parent's
+            return
+        for pipe, end in zip(self._pipes, self._ends, strict=True):
+            with suppress(OSError):  # the rank has ended before
+                end.shutdown(socket.SHUT_RDWR)  # closing would not reach the rank: there are two descriptors
             pipe.close()
         until = time.monotonic() + (END_SECONDS if self.dead == "it was closed" else 0.0)
         for process in self._ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import warnings
@@ -34,8 +35,8 @@ class Session:
         placement: on a Ray cluster.
         in_process: the team of one rank in this process, once there is one.
         spmd: the team of torchrun's ranks, once there is one.
-        gpus_taken: of this machine, by processes of engines that are built.
         limits: on waiting.
+        teams: of ranks in other processes.
     """
 
     backend: str
@@ -43,7 +44,6 @@ class Session:
     placement: Placement
     in_process: Team | None = None
     spmd: SpmdRanks | None = None
-    gpus_taken: int = 0
     limits: Limits = field(default_factory=Limits)
     teams: list[Team] = field(default_factory=list)
 
@@ -57,12 +57,17 @@ class Session:
         if num_ranks == 1:
             self.in_process = self.in_process or InProcess(Host(0, 1, device_for(self.device, 0), copies=True))
             return self.in_process
-        first, self.gpus_taken = self.gpus_taken, self.gpus_taken + num_ranks
-        return self._noted(LocalRanks(num_ranks, self.device, first, self.limits))
+        return self._noted(LocalRanks(num_ranks, self.device, self._first_gpu(num_ranks), self.limits))
 
     def _noted(self, team: Team) -> Team:
-        self.teams.append(team)
+        self.teams = [*(each for each in self.teams if not each.dead), team]
         return team
+
+    def _first_gpu(self, num_ranks: int) -> int:
+        """The first of so many neighbouring GPUs of this machine that no processes of other engines have."""
+        teams = [team for team in self.teams if isinstance(team, LocalRanks) and not team.dead]
+        taken = {gpu for team in teams for gpu in team.gpus}
+        return next(gpu for gpu in itertools.count() if taken.isdisjoint(range(gpu, gpu + num_ranks)))
 
     @property
     def num_ranks(self) -> int | None:

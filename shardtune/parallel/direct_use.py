@@ -178,7 +178,7 @@ class ShardedOperands(TorchFunctionMode):
             self._weights = gathered_parameters(self._root)
             self._memory = {_memory(whole) for whole, _ in self._weights.values()}
             self._complete = len(self._weights) == count_parameters(self._root)
-        return not self._memory.isdisjoint([storage_identity(tensor.untyped_storage()) for tensor in plain])
+        return not self._memory.isdisjoint(_memories(plain))
 
     def _on_gathered(self, operation: Operation, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
         weights = self._weights
@@ -230,6 +230,14 @@ def _part(tensor: torch.Tensor) -> torch.Tensor:
 
 def _memory(tensor: torch.Tensor) -> int:
     return storage_identity(_part(tensor).untyped_storage())
+
+
+def _memories(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The memory of tensors, of which sparse ones and others without strides have none of a weight's."""
+    try:
+        return [storage_identity(tensor.untyped_storage()) for tensor in tensors]
+    except NotImplementedError:
+        return [storage_identity(tensor.untyped_storage()) for tensor in tensors if tensor.layout is torch.strided]
 
 
 def same_memory(weight: object, other: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from shardtune.engine import ranks_local, session
 from shardtune.engine.nn import HuggingFaceFsdp2TrainModule
 from shardtune.engine.rank_process import Limits
 from shardtune.errors import DataError, ParallelError
+from shardtune.launch.ray.cluster import Placement
 from tests.support.chosen import slow_except
 from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, save_model, steps
 from tests.support.tiny_architectures import tiny_config
@@ -63,12 +65,30 @@ class Failing(Trained):
             (each / torch.tensor([len(row) - 1 for row in micro]) * shares).sum().backward()
         return [len(micro) * bool(shares.sum()) for micro, shares in zip(rows, weights, strict=True)]
 
+    def own_error(self) -> None:
+        raise Unlike("row 3", "no answer")
+
+    def some_return_a_weight(self) -> torch.Tensor | None:
+        return self.lm_head.weight if self.ranks.rank else None
+
+    def neighbours(self, adjacency: torch.Tensor) -> torch.Tensor:
+        sparse = adjacency.to_sparse()
+        return torch.sparse.mm(sparse, self(torch.zeros(1, 3, dtype=torch.int64)).logits[0])
+
     def targets(self, ids: torch.Tensor) -> list[list[int]]:
         return self.next_tokens(ids).tolist()
 
 
 class Missing(LookupError):
     """A user's own exception."""
+
+
+class Unlike(Exception):
+    """One that is made of other arguments than those it keeps."""
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(f"{where}: {why}")
+        self.where, self.lock = where, threading.Lock()
 
 
 @pytest.fixture(scope="module")
@@ -394,16 +414,31 @@ def test_an_exception_on_all_ranks_leaves_the_engine_usable(model: Path, two: Tr
         assert apart(steps(engine, "step_by_mean", NeedParallel(SAMPLES)), plain(model)) < 1e-10
 
 
-def test_a_collective_that_only_one_rank_calls_is_named(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_exception_with_an_init_of_its_own_keeps_its_type(two: TrainEngine):
+    with pytest.raises(Unlike, match=r"row 3: no answer") as caught:
+        two.own_error()
+    assert caught.value.where == "row 3"
+    assert "in own_error" in str(caught.value.__cause__)
+
+
+def test_sparse_tensors_are_operands(two: TrainEngine):
+    adjacency = torch.tensor([[0.0, 1, 0], [1, 0, 1], [0, 1, 0]], dtype=torch.float64)
+    for found in two.neighbours(adjacency):
+        assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("method", ["unequal", "some_return_a_weight"])
+def test_a_collective_that_only_one_rank_calls_is_named(model: Path, method: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ranks_local, "GRACE_SECONDS", 1.0)
     monkeypatch.setattr(session, "_session", None)
     shardtune.init()  # ten minutes, but it is known as soon as one rank has ended the call and all others wait
     session.current_session().limits = Limits(ended_seconds=1.0)
     with TrainEngine(make(model, Failing)).build(data_parallel_size=2) as engine:
-        with pytest.raises(ParallelError, match=r"in the call of unequal: rank 0 has returned") as caught:
-            engine.unequal()
+        with pytest.raises(ParallelError, match=rf"in the call of {method}: rank 0 has returned") as caught:
+            getattr(engine, method)()
         assert "rank 1 waits in the collective" in str(caught.value)
-        assert "in Failing.unequal: self(torch.zeros" in str(caught.value)
+        place = {"unequal": "in Failing.unequal: self(torch.zeros", "some_return_a_weight": "full_tensor"}[method]
+        assert place in str(caught.value)
         with pytest.raises(ParallelError, match="the ranks of this engine are gone"):
             engine.where()
 
@@ -435,3 +470,33 @@ def test_the_end_of_a_rank_is_noticed_though_another_process_holds_its_connectio
             pipe.recv_bytes()
         with pytest.raises(BrokenPipeError):
             pipe.send_bytes(bytes(1 << 20))
+
+
+def test_the_end_of_an_engine_is_that_of_its_ranks(model: Path):
+    engine = TrainEngine(make(model, Failing)).build(data_parallel_size=2)
+    team = engine._team
+    assert isinstance(team, ranks_local.LocalRanks)
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            engine.where()  # refused
+            os._exit(1)
+        team.close()  # as at the end of a fork's interpreter
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(engine.where()) == 2
+    began = time.monotonic()
+    del engine  # without close()
+    assert [process.returncode for process in team._ranks] == [0, 0]
+    assert time.monotonic() - began < ranks_local.END_SECONDS
+
+
+def test_gpus_of_ended_ranks_are_used_again():
+    here = session.Session("local", "cpu", Placement("pack", 1.0, None, {}, 60.0))
+    for gpus in (range(2), range(2, 3)):
+        team = object.__new__(ranks_local.LocalRanks)
+        team.dead, team.gpus = "", gpus
+        here._noted(team)
+    assert (here._first_gpu(1), here._first_gpu(4)) == (3, 3)
+    here.teams[0].dead = "it was closed"
+    assert (here._first_gpu(1), here._first_gpu(2), here._first_gpu(3)) == (0, 0, 3)
