@@ -80,7 +80,7 @@ def end(error: BaseException) -> NoReturn:
 def _print(error: BaseException) -> int:
     """Print an error once, or report it to the launcher; returns its exit code."""
     error = _as_users(_ended_input(error))
-    rank = int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
     launched = "SHARDTUNE_REPORT_DIR" in os.environ
     code = 1
     if isinstance(error, (ShardtuneError, Interrupted)):
@@ -92,8 +92,8 @@ def _print(error: BaseException) -> int:
     if launched:
         from shardtune.launch.local import write_report
 
-        write_report(rank, error, text)
-    elif rank == 0 or not (isinstance(error, Interrupted) and error.together):
+        write_report(int(rank), error, text)
+    elif rank == "0" or not (isinstance(error, Interrupted) and error.together):
         kind = "" if isinstance(error, Interrupted) else "error: "
         prefix = f"rank {rank}: " if "RANK" in os.environ else ""
         with suppress(OSError):
@@ -147,6 +147,6 @@ def leave(code: int) -> NoReturn:
     with suppress(OSError):  # a terminal or a parent that is gone
         sys.stderr.flush()
         sys.stdout.flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(code)
     sys.exit(code)

@@ -18,6 +18,7 @@ from shardtune.engine.ranks_ray import RayRanks, connect
 from shardtune.engine.ranks_spmd import SpmdRanks
 from shardtune.errors import ParallelError
 from shardtune.launch.ray.cluster import Placement
+from shardtune.parallel.ranks import check_launcher
 
 Backend = Literal["local", "torchrun", "ray"]
 BACKENDS = ("local", "torchrun", "ray")
@@ -112,6 +113,8 @@ def init(
         ParallelError: there is no such backend, or it cannot be used here.
     """
     global _session
+    if backend in (None, "torchrun"):
+        check_launcher()
     chosen = backend or _detected(address)
     _check_choice("backend", chosen, BACKENDS)
     _check_choice("device", device, get_args(Device))

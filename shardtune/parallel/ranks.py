@@ -221,6 +221,36 @@ def num_ranks(runner: RunnerConfig) -> int:
     return started if started > 1 else runner.workers
 
 
+def check_launcher() -> None:
+    """Refuse a part of the variables by which a launcher starts ranks, as another program may have left one in a shell.
+
+    Raises:
+        ParallelError: WORLD_SIZE is for several ranks, and the others are missing or do not fit.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1" or dist.is_initialized():  # by the caller, who is responsible for its ranks
+        return
+    rank, port = os.environ.get("RANK", ""), os.environ.get("MASTER_PORT", "")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if not size.isdecimal() or size == "0":
+        wrong = "which is no number of ranks"
+    elif missing:
+        wrong = f"so a launcher would have started this process, but {', '.join(missing)} "
+        wrong += "is not set" if len(missing) == 1 else "are not set"
+    elif not rank.isdecimal() or int(rank) >= int(size):
+        wrong = f"and RANK is {rank!r}, which is none of these ranks"
+    elif not port.isdecimal():
+        wrong = f"and MASTER_PORT is {port!r}, which is no port"
+    else:
+        return
+    raise ParallelError(
+        f"WORLD_SIZE is {size!r}, {wrong}",
+        where="the variables of the environment",
+        remedy="unset WORLD_SIZE RANK if they are another program's; torchrun --nproc-per-node=N starts ranks with all "
+        "of them",
+    )
+
+
 def join_ranks(device: str, actor: ActorConfig, timeout: float = COLLECTIVE_SECONDS) -> Ranks:
     """Join as the rank of RANK, WORLD_SIZE and LOCAL_RANK (set by torchrun); without them a single process.
 
@@ -232,6 +262,7 @@ def join_ranks(device: str, actor: ActorConfig, timeout: float = COLLECTIVE_SECO
     Raises:
         ParallelError: this number of ranks does not fit the layout, or this rank has no device.
     """
+    check_launcher()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     # One process may evaluate a model that many have trained.
     layout = Layout.of(actor, world_size) if world_size > 1 else Layout()

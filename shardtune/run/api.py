@@ -16,6 +16,7 @@ from shardtune.errors import ConfigError
 from shardtune.launch.local import is_launched
 from shardtune.launch.signals import listening
 from shardtune.models.find_adapter import check_in_memory
+from shardtune.parallel.ranks import check_launcher
 from shardtune.run.caller_settings import recipe_settings
 from shardtune.run.choose_worker import Objects
 from shardtune.run.directory import check_unlocked, plan_run, without_final
@@ -67,6 +68,7 @@ def _train_from(
     objects: Objects,
     recording: Recording | None,
 ) -> Run:
+    check_launcher()
     check_in_memory(objects.model, objects.tokenizer)
 
     def read() -> Recipe:

@@ -25,7 +25,7 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.find_adapter import find_adapter
 from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
-from shardtune.parallel.ranks import leave_ranks, num_ranks
+from shardtune.parallel.ranks import check_launcher, leave_ranks, num_ranks
 from shardtune.run.augmented_images import save_augmented
 from shardtune.run.choose_worker import make_worker, unused_workers, worker_class
 from shardtune.run.directory import plan_run
@@ -53,6 +53,7 @@ def dry_run(recipe: str | Path | Mapping[str, object] | DictConfig | None, *over
     Returns:
         The metrics of the step.
     """
+    check_launcher()
     loaded = load_recipe(recipe, overrides)
     with loaded.spelling.in_errors():
         return _dry_run(loaded)

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardtune.errors import ParallelError
+from shardtune.parallel.ranks import check_launcher
 from tests.support.dist.ranks import run_ranks
 
 
@@ -47,3 +49,30 @@ def test_a_failing_rank_is_told_and_the_others_are_ended(tmp_path) -> None:
     for rank in range(2):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / str(rank)).read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "wrong"),
+    [
+        ("WORLD_SIZE=2", "RANK, MASTER_ADDR, MASTER_PORT are not set"),
+        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=a", "MASTER_PORT is not set"),
+        ("WORLD_SIZE=two RANK=0", "which is no number of ranks"),
+        ("WORLD_SIZE=2 RANK=2 MASTER_ADDR=a MASTER_PORT=1", "RANK is '2', which is none of these"),
+        ("WORLD_SIZE=2 RANK=1 MASTER_ADDR=a MASTER_PORT=p", "MASTER_PORT is 'p', which is no port"),
+        ("WORLD_SIZE=2 RANK=1 MASTER_ADDR=a MASTER_PORT=1", ""),
+        ("RANK=0", ""),
+        ("WORLD_SIZE=1", ""),
+    ],
+)
+def test_a_part_of_a_launchers_variables_is_refused(
+    variables: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    if not wrong:
+        check_launcher()
+        return
+    with pytest.raises(ParallelError, match=wrong):
+        check_launcher()
