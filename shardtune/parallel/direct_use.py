@@ -236,7 +236,7 @@ def _memories(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The memory of tensors, of which sparse ones and others without strides have none of a weight's."""
     try:
         return [storage_identity(tensor.untyped_storage()) for tensor in tensors]
-    except NotImplementedError:
+    except RuntimeError:
         return [storage_identity(tensor.untyped_storage()) for tensor in tensors if tensor.layout is torch.strided]
 
 
