@@ -378,11 +378,12 @@ class ModelState:
 
     # Checkpoints.
 
-    def checkpoint_state(self, report: Callable[[str], None]) -> dict[str, object]:
+    def checkpoint_state(self, report: Callable[[str], None], keeps: str = "") -> dict[str, object]:
         """The JSON part of the model's state in a checkpoint; every rank calls it.
 
         Args:
             report: receives a line, once, if frozen weights have changed, which no checkpoint holds.
+            keeps: the class of a worker whose own methods may keep them all the same.
         """
         beside = extra_state(self.inner)
         changed = self._frozen.changed() if self._frozen is not None else []
@@ -390,7 +391,12 @@ class ModelState:
             self._excluded_from_checkpoint["changed"] = named(changed)
             report(
                 f"the frozen weights {named(changed)} have changed since the first step, by the code of the model or "
-                f"its loss, and no checkpoint holds frozen weights, so that this run cannot be continued; {KEPT}"
+                "its loss, and no checkpoint holds frozen weights, so that "
+                + (
+                    f"save_checkpoint and load_checkpoint of {keeps} have to keep them, or else {KEPT}"
+                    if keeps
+                    else f"this run cannot be continued, and a rollback leaves them as they are; {KEPT}"
+                )
             )
         return {
             "step": self.step,
@@ -428,17 +434,21 @@ class ModelState:
             background=self._groups if background else None,
         )
 
-    def load(self, folder: Path) -> Mapping[str, object]:
+    def load(self, folder: Path, *, keeps: str = "") -> Mapping[str, object]:
         """Continue from a folder that `save` wrote, on any number of ranks; returns the JSON part.
 
         Moments of an optimizer of another class are not loaded (`moments_of`).
+
+        Args:
+            folder: of the checkpoint.
+            keeps: as in `checkpoint_state`.
         """
         from_recipe = recipe_options(self._recipe.actor.optim, self.optimizer)
         other = self.moments_of(folder) is not None
         if other:
             self.optimizer.state.clear()
         state = load_training(folder, self.weights, self.optimizer, from_recipe=from_recipe, without_moments=other)
-        self._check_excluded(folder, state)
+        self._check_excluded(folder, state, may_have_changed=bool(keeps))
         if self.average is not None:
             self.average.load(folder)
         self.finite.check_loaded(folder)
@@ -470,11 +480,19 @@ class ModelState:
             self._check_excluded(directory, state)
         set_extra_state(self.inner, state.get(EXTRA, {}))
 
-    def _check_excluded(self, checkpoint: Path, state: Mapping[str, object]) -> None:
-        """Refuse trained weights on frozen ones that differ from those they were trained with."""
+    def _check_excluded(self, checkpoint: Path, state: Mapping[str, object], *, may_have_changed: bool = False) -> None:
+        """Refuse trained weights on frozen ones that differ from those they were trained with.
+
+        Args:
+            checkpoint: where the weights are from.
+            state: the JSON part of it.
+            may_have_changed: whether frozen weights that steps have changed are kept elsewhere.
+        """
         found, own, key = state.get("left_out"), self._excluded_from_checkpoint, "actor.model.model_path"
         saved = found if isinstance(found, Mapping) else {}
-        if "changed" in saved and not self._recipe.runner.allows(key):
+        # In a rollback they are those of this process, which has changed them.
+        may_have_changed = may_have_changed or "changed" in own or self._recipe.runner.allows(key)
+        if "changed" in saved and not may_have_changed:
             raise CheckpointError(
                 f"the frozen weights {saved['changed']} changed in training, and no checkpoint holds frozen weights",
                 where=str(checkpoint),

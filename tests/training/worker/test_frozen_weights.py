@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardtune import Adapter, Batch, LossSum, Sample
+from shardtune.checkpoint.dcp import PendingSave
 from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -77,7 +78,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def worker(folder: Path, adapter: str, lines: list[str], **runner: object) -> SFTWorker:
+def worker(
+    folder: Path, adapter: str, lines: list[str], kind: type[SFTWorker] = SFTWorker, **runner: object
+) -> SFTWorker:
     recipe = {
         "actor": {
             "model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64"},
@@ -88,7 +91,7 @@ def worker(folder: Path, adapter: str, lines: list[str], **runner: object) -> SF
         "data": {"train_data_paths": str(folder / "rows.jsonl"), "cache_dir": str(folder / "cache"), "num_workers": 0},
         "runner": runner,
     }
-    made = SFTWorker(load_recipe(recipe), report=lines.append)
+    made = kind(load_recipe(recipe), report=lines.append)
     made.setup()
     return made
 
@@ -131,6 +134,48 @@ def test_a_frozen_weight_that_a_loss_moves_is_named_at_a_save_and_not_continued(
     third = worker(folder, "FrozenFollowing", [], allow_changes=["model.model_path"])
     assert third.load_checkpoint(folder / "saved2") == 1
     third.release()
+
+
+def test_a_process_goes_back_to_its_own_checkpoint_and_keeps_the_frozen_weights_it_has_moved(folder: Path) -> None:
+    made = worker(folder, "FrozenFollowing", [])
+    made.run_training()
+    made.save_checkpoint(folder / "saved", 1)
+    made.run_training()
+    slow = {name: part.clone() for name, part in made.weights.left_out_parts().items()}
+    assert made.load_checkpoint(folder / "saved") == 1
+    assert all(torch.equal(part, slow[name]) for name, part in made.weights.left_out_parts().items())
+    made.release()
+
+
+class Keeping(SFTWorker):
+    """Its checkpoints have the frozen weights in a file of their own."""
+
+    def save_checkpoint(self, path: str | Path, step: int, *, background: bool = False) -> list[PendingSave]:
+        pending = super().save_checkpoint(path, step, background=background)
+        torch.save(self.weights.left_out_parts(), Path(path) / "slow.pt")
+        return pending
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        step = super().load_checkpoint(path)
+        with torch.no_grad():
+            for name, values in torch.load(Path(path) / "slow.pt").items():
+                self.weights.left_out_parts()[name].copy_(values)
+        return step
+
+
+def test_a_worker_that_keeps_frozen_weights_itself_continues(folder: Path) -> None:
+    lines: list[str] = []
+    first = worker(folder, "FrozenFollowing", lines, kind=Keeping)
+    first.run_training()
+    first.save_checkpoint(folder / "saved", 1)
+    at_once = first.run_training()["train/loss"]
+    first.release()
+    (line,) = about(lines, "frozen weights")
+    assert "save_checkpoint and load_checkpoint of Keeping have to keep them" in line
+    second = worker(folder, "FrozenFollowing", [], kind=Keeping)
+    second.load_checkpoint(folder / "saved")
+    assert second.run_training()["train/loss"] == at_once
+    second.release()
 
 
 @pytest.mark.parametrize("adapter", ["Following", "Still"])
