@@ -25,7 +25,7 @@ penalty leaves padding out.)"""
 
 def own_settings(model: nn.Module) -> GenerationConfig | None:
     """The settings of a model of transformers that has some; None of others."""
-    found = model.generation_config if isinstance(model, PreTrainedModel) else None
+    found = model.generation_config if isinstance(model, PreTrainedModel) and model.can_generate() else None
     return found if isinstance(found, GenerationConfig) else None
 
 

@@ -365,8 +365,8 @@ class Callbacks:
             method, where = f"{found.kind.__name__}.state_dict()", f"{KEY}: {found.spec}"
             try:
                 with named_errors(found.spec, KEY, "state_dict"):
-                    state = callback.state_dict()
-                taken.append({"class": found.kind.__name__, "state": as_text(state, method, where)})
+                    text = as_text(callback.state_dict(), method, where)  # which a state that holds itself has not
+                taken.append({"class": found.kind.__name__, "state": text})
             except ConfigError:
                 if not self._failed:
                     raise

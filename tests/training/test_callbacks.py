@@ -535,6 +535,7 @@ def with_state(tmp_path: Path, returned: str) -> Callbacks:
         ("{'a': [1, torch.ones(2)]}", ("Mine0.state_dict()['a'][1] is a Tensor", "tensor.tolist()")),
         ("{'a': {3: 4}}", ("the key 3 of Mine0.state_dict()['a'] is no text", "str(key)")),
         ("{'a': {1, 2}}", ("['a'] is a set", "list(a_set)")),
+        ("(found := {}).update(a=found) or found", ("Mine0.state_dict failed: RecursionError",)),
         ("1 / 0", ("Mine0.state_dict failed: ZeroDivisionError", "mine0.py:4")),
     ],
 )

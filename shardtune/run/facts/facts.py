@@ -31,6 +31,7 @@ from shardtune.evaluate.generate import Sampling
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
+from shardtune.models.generation_settings import own_settings
 from shardtune.models.lora.attach import is_adapted
 from shardtune.models.lora.config import CONFIG_FILE
 from shardtune.models.lora.init import changes_base
@@ -128,7 +129,7 @@ def _worker(run: Run, checkpoint: str) -> FSDPSftWorker:
 def _stops(worker: FSDPSftWorker) -> list[int]:
     """All tokens at which what is exported may stop: those that end a turn, and the base model's."""
     model = worker.inner_model
-    generation = model.generation_config if isinstance(model, PreTrainedModel) else None
+    generation = own_settings(model)  # None of a classifier
     known = None if generation is None else generation.eos_token_id
     return stop_tokens(known, worker.tokenizer, worker.end_of_turn_ids)
 

@@ -136,7 +136,7 @@ def test_other_names_of_classes_are_named(adapted: Both) -> None:
         compared(own, found)
 
 
-@pytest.mark.slow  # the case above holds the comparison; this one that both sides read them
+@pytest.mark.lengthy
 def test_names_of_classes_are_read_on_both_sides(tmp_path: Path) -> None:
     save_encoder(tmp_path / "model")
     write(tmp_path / "rows.jsonl", rows("sequence_classifier", 12))
