@@ -143,8 +143,10 @@ def field_text(name: str, values: np.ndarray) -> str:
     """A short description of a field: `image float32 [3, 32, 32] from -1 to 1`, `label int64 3`."""
     if values.ndim == 0:
         return f"{name} {values.dtype} {values.item():g}"
-    spread = f" from {values.min():g} to {values.max():g}" if values.size else ""
-    return f"{name} {values.dtype} {list(values.shape)}{spread}"
+    known = values[~np.isnan(values)] if values.dtype.kind == "f" else values
+    spread = f" from {known.min():g} to {known.max():g}" if known.size else ""
+    missing = f" and {values.size - known.size:,} nan" if known.size < values.size else ""
+    return f"{name} {values.dtype} {list(values.shape)}{spread}{missing}"
 
 
 class LastingConsole(Console):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,15 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.batch import Sample
-from shardtune.run.display import CONTEXT_TOKENS, PREVIEW_TOKENS, TARGET_TOKENS, Display, shown_path, trained_text
+from shardtune.run.display import (
+    CONTEXT_TOKENS,
+    PREVIEW_TOKENS,
+    TARGET_TOKENS,
+    Display,
+    field_text,
+    shown_path,
+    trained_text,
+)
 from shardtune.training.run_summary import adapters_in_brief
 from tests.support.tiny_run import make_tokenizer
 
@@ -168,3 +177,16 @@ def test_after_a_rollback_no_time_is_announced_that_is_over(monkeypatch: pytest.
     for step in (5, 6, 4):
         display.stepped(step, {})
     assert ["to go" in line for line in out.getvalue().splitlines()] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([1.5, math.nan, -2.0], "x float32 [3] from -2 to 1.5 and 1 nan"),
+        ([math.nan] * 2, "x float32 [2] and 2 nan"),
+        ([1.0, 2.0], "x float32 [2] from 1 to 2"),
+        ([], "x float32 [0]"),
+    ],
+)
+def test_missing_values_of_a_field_are_counted(values: list[float], shown: str) -> None:
+    assert field_text("x", np.array(values, np.float32)) == shown
