@@ -95,7 +95,7 @@ def summarize(sums: Mapping[str, Metric], token_term: str | None = None) -> dict
     """
     terms = {name: metric.mean for name, metric in sums.items() if name.startswith("loss/")}
     weighed = [value for name, value in terms.items() if sums[name].weight]
-    metrics = {"loss": sum(weighed) if weighed else math.nan, **(terms if len(terms) > 1 else {})}
+    metrics = {"loss": sum(weighed) if weighed or not terms else math.nan, **(terms if len(terms) > 1 else {})}
     tokens = None if token_term is None else terms.get(f"loss/{token_term}")
     if tokens is not None:
         metrics["perplexity"] = math.exp(min(tokens, 700.0))
