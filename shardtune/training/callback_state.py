@@ -48,12 +48,12 @@ def _plain(value: object, place: str, where: str) -> Any:
 
 
 def own_states(names: Iterable[str], stored: Iterable[Mapping[str, str]]) -> list[dict[str, Any] | None]:
-    """The stored state of each callback, found by the name of its class; None where there is none.
+    """The stored state of each callback, found by the names of its file and class; None where there is none.
 
     Of several callbacks of one class each has its own, in the order of the recipe.
 
     Args:
-        names: of the callbacks' classes.
+        names: of the callbacks, as `file.py:Class`.
         stored: what a checkpoint has: `{"class": name, "state": text}`.
     """
     left = list(stored)

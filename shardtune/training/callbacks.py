@@ -211,6 +211,12 @@ class CallbackClass:
     methods: frozenset[str]
     has_state: bool
 
+    @property
+    def name(self) -> str:
+        """By which its state in a checkpoint is found again, wherever its file lies then: `file.py:Class`."""
+        file, _, kind = self.spec.rpartition(":")
+        return f"{Path(file).name}:{kind}"
+
 
 def load_callbacks(specs: Sequence[str]) -> list[CallbackClass]:
     """Import the classes of `runner.callbacks`; every process does so before anything starts.
@@ -366,7 +372,7 @@ class Callbacks:
             try:
                 with named_errors(found.spec, KEY, "state_dict"):
                     text = as_text(callback.state_dict(), method, where)  # which a state that holds itself has not
-                taken.append({"class": found.kind.__name__, "state": text})
+                taken.append({"class": found.name, "state": text})
             except ConfigError:
                 if not self._failed:
                     raise
@@ -374,7 +380,7 @@ class Callbacks:
 
     def _load(self, stored: Sequence[Mapping[str, str]], notes: list[str]) -> Ask:
         made = self._with_state()
-        states = own_states([found.kind.__name__ for found, _ in made], stored)
+        states = own_states([found.name for found, _ in made], stored)
         for (found, callback), state in zip(made, states, strict=True):
             if state is None:
                 notes.append(f"{found.kind.__name__} has no state in the checkpoint: it begins anew")

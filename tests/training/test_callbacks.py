@@ -480,7 +480,7 @@ class Other(Counter):
 
 
 def counter(folder: Path, fails: int | None = None) -> list[str]:
-    file = folder / f"counter_{fails}.py"
+    file = folder / "counter.py"
     file.write_text(COUNTER.format(fails=fails))
     return [f"{file}:Counter"]
 
@@ -557,6 +557,20 @@ def test_states_are_those_of_their_callbacks_and_bit_for_bit(tmp_path: Path) -> 
     assert callbacks.restore(stored) == []
     assert callbacks.state() == stored
     assert json.loads(stored[0]["state"])["b"] == 0.1 + 0.2
+
+
+def test_classes_of_one_name_have_their_own_states(tmp_path: Path) -> None:
+    body = "class Mine:\n  n = None\n  def on_save(self, event): ...\n  def state_dict(self): return {'n': self.n}\n"
+    body += "  def load_state_dict(self, state): self.n = state['n']\n"
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.py").write_text(body.replace("n = None", f"n = {name!r}"))
+    both = [f"{tmp_path}/{name}.py:Mine" for name in ("one", "other")]
+    first = Callbacks(load_callbacks(both), ONE)
+    first.make()
+    later = Callbacks(load_callbacks(both[1:]), ONE)  # the other one alone
+    later.make()
+    assert later.restore(first.state()) == []
+    assert [entry["state"] for entry in later.state()] == ['{"n": "other"}']
 
 
 @pytest.mark.parametrize(
