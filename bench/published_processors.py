@@ -27,6 +27,7 @@ from shardtune.data.robot.lerobot_writer import write_lerobot
 from shardtune.models.vision.processors import without_video
 from tests.support.tiny_openvla import PREPROCESSOR, make_tokenizer
 from tests.support.vision import template, tokenizer
+from tests.support.whisper_tokenizer import whisper_tokenizer
 
 IMAGE = (1024, 768)
 ROWS = 64
@@ -93,7 +94,7 @@ def save_processor(name: str, config: PreTrainedConfig, directory: Path) -> None
         make_tokenizer().save_pretrained(directory)
     elif config.model_type == "whisper":
         WhisperFeatureExtractor(feature_size=128).save_pretrained(directory)
-        tokenizer(image="").save_pretrained(directory)
+        whisper_tokenizer().save_pretrained(directory)
     elif EMBEDDING in name:
         tokenizer(image="").save_pretrained(directory)
     elif config.model_type in _PROCESSORS:

@@ -27,7 +27,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import BaseModel
-from transformers import AutoConfig, AutoFeatureExtractor, GenerationConfig, WhisperForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoFeatureExtractor,
+    GenerationConfig,
+    WhisperForConditionalGeneration,
+    WhisperTokenizer,
+)
 
 from shardtune import Adapter, LossSum, Sample
 from shardtune.errors import ConfigError
@@ -64,6 +70,12 @@ class Whisper(Adapter):
                 remedy="name the language of the texts, such as english" if has_marks else "leave it out",
             )
         if language is not None:
+            if not isinstance(tokenizer, WhisperTokenizer):
+                raise ConfigError(
+                    f"{folder} has no tokenizer of Whisper, in which languages have marks",
+                    where=f"model.options.language: {language}",
+                    remedy="leave it out",
+                )
             try:
                 tokenizer.set_prefix_tokens(language=language, task=self.options.task)
             except ValueError as error:

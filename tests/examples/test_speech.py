@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoFeatureExtractor, GenerationConfig, WhisperForConditionalGeneration, WhisperTokenizer
+from transformers import AutoFeatureExtractor, GenerationConfig, WhisperForConditionalGeneration
 
 import shardtune
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError
 from shardtune.models.find_adapter import find_adapter
+from tests.support.whisper_tokenizer import SPOKEN, START, TRANSCRIBE, TRANSLATE, UNTIMED, whisper_tokenizer
 from tests.support.workspace import quietly
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "speech"
@@ -117,12 +117,10 @@ def test_a_changed_sound_makes_the_cache_anew(made: Path):
 
 @pytest.fixture
 def multilingual(made: Path, tmp_path: Path) -> Path:
-    """A Whisper of two languages, with the tokenizer that transformers has for it."""
-    tokenizer = WhisperTokenizer(vocab={sign: number for number, sign in enumerate(sorted(ByteLevel.alphabet()))})
-    languages = ["<|en|>", "<|zh|>", "<|de|>"]  # in the order of transformers' list
-    marks = ["<|startoftranscript|>", *languages, "<|translate|>", "<|transcribe|>", "<|notimestamps|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    start, *spoken, translate, transcribe, untimed = tokenizer.convert_tokens_to_ids(marks)
+    """A Whisper of many languages, with the tokenizer that transformers has for it."""
+    tokenizer = whisper_tokenizer()
+    start, *spoken = tokenizer.convert_tokens_to_ids([START, *SPOKEN])
+    translate, transcribe, untimed = tokenizer.convert_tokens_to_ids([TRANSLATE, TRANSCRIBE, UNTIMED])
     end = tokenizer.eos_token_id
     config = WhisperForConditionalGeneration.from_pretrained(made / "whisper").config
     config.update({"vocab_size": len(tokenizer), "pad_token_id": end, "bos_token_id": end, "eos_token_id": end})
@@ -130,7 +128,7 @@ def multilingual(made: Path, tmp_path: Path) -> Path:
     model = WhisperForConditionalGeneration(config)
     model.generation_config = GenerationConfig(
         decoder_start_token_id=start, eos_token_id=end, pad_token_id=end, is_multilingual=True, max_length=64,
-        lang_to_id=dict(zip(languages, spoken, strict=True)), no_timestamps_token_id=untimed,
+        lang_to_id=dict(zip(SPOKEN, spoken, strict=True)), no_timestamps_token_id=untimed,
         task_to_id={"translate": translate, "transcribe": transcribe},
     )  # fmt: skip
     for part in (model, tokenizer, AutoFeatureExtractor.from_pretrained(made / "whisper")):
@@ -164,6 +162,8 @@ def test_the_language_of_a_multilingual_model_is_named(made: Path, multilingual:
     with pytest.raises(ConfigError, match=why) as raised:
         find_adapter(recipe(made, *keys)).encoding_settings()
     assert "model.options.language" in str(raised.value)
+    with pytest.raises(ConfigError, match="has no tokenizer of Whisper"):
+        find_adapter(recipe(made, "model.options.language=german")).encoding_settings()
     GenerationConfig(is_multilingual=False).save_pretrained(multilingual)
     keys = [f"model.model_path={multilingual}", "model.options.language=german"]
     with pytest.raises(ConfigError, match="is no multilingual Whisper"):
