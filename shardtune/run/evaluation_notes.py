@@ -11,11 +11,13 @@ from shardtune.config.checks.evaluation import ANSWERS, EPISODES
 from shardtune.config.overrides import set_keys
 from shardtune.config.schema import short_key
 
+ALLOWED = "runner.allow_changes"
+"""It may allow another base, or frozen weights that have changed."""
 OF_TRAINING = (
     *("actor.optim", "actor.global_batch_size", "actor.global_batch_tokens", "actor.neftune_alpha"),
     *("actor.model.gradient_checkpointing", "data.audit", "data.shuffle", "runner.max_epochs", "runner.max_steps"),
     *("runner.eval_interval", "runner.save_interval", "runner.eval_before_training", "runner.resume_dir"),
-    *("runner.allow_changes", "runner.overwrite", "runner.keep_last", "runner.keep_every", "runner.async_save"),
+    *(ALLOWED, "runner.overwrite", "runner.keep_last", "runner.keep_every", "runner.async_save"),
     *("runner.final_dtype", "runner.profile_steps", "runner.early_stop", "runner.best", "runner.callbacks"),
     *("runner.push_to_hub", "runner.on_nonfinite", "runner.on_spike", "runner.spike", "runner.max_anomalies"),
     *("runner.anomaly_window", "runner.max_restarts", "runner.min_ranks"),
@@ -55,7 +57,8 @@ def idle_overrides(recipe: Recipe, overrides: Sequence[str]) -> Iterator[str]:
         return
     given = set_keys(overrides)
     config, model = recipe.eval, recipe.actor.model
-    of_training = [key for key in given if _is_below(key, OF_TRAINING) and key not in OF_AVERAGE]
+    used = (*OF_AVERAGE, *((ALLOWED,) if recipe.runner.allows("actor.model.model_path") else ()))
+    of_training = [key for key in given if _is_below(key, OF_TRAINING) and key not in used]
     if model.adapter is None and model.model_type in ("causal_lm", "vision_language") and not recipe.data.eval_split:
         of_training += [key for key in given if _is_below(key, (TRAIN,))]
     written = model.adapter is not None or config.generate

@@ -101,6 +101,14 @@ def test_a_row_that_cannot_be_copied_is_encoded(tmp_path: Path) -> None:
     assert len(found.train) == 3
 
 
+class Inside(Regressor):
+    """Changes what is inside of its row."""
+
+    def encode(self, row: Any) -> Sample:
+        row["x"].append(0.0)
+        return super().encode({name: row[name] for name in ("x", "y", "seen")})
+
+
 class Exact(Regressor):
     """Takes nothing but a dict."""
 
@@ -110,10 +118,23 @@ class Exact(Regressor):
 
 
 @pytest.mark.parametrize(
-    ("kind", "unread"), [("Takes", " (not read: weight, id)"), ("Regressor", " (not read: weight, id)"), ("Exact", "")]
+    ("kind", "unread"),
+    [
+        ("Inside", " (not read: weight, id)"),
+        ("Takes", " (not read: weight, id)"),
+        ("Regressor", " (not read: weight, id)"),
+        ("Exact", ""),
+    ],
 )
 def test_keys_that_an_adapter_does_not_read_are_named(tmp_path: Path, kind: str, unread: str) -> None:
-    row = {"x": [1.0] * 4, "y": [0.0] * 2, "seen": [1.0] * 2, "weight": 2.0, "id": 0, "note": None}
+    row = {
+        "x": [1.0] * (4 - (kind == "Inside")),
+        "y": [0.0] * 2,
+        "seen": [1.0] * 2,
+        "weight": 2.0,
+        "id": 0,
+        "note": None,
+    }
     rows = str(write_rows(tmp_path / "rows.jsonl", [row] * 3))
     data = {"train_data_paths": rows, "cache_dir": str(tmp_path / "cache"), "num_workers": 0}
     model = {"adapter": f"{__file__}:{kind}"}

@@ -24,6 +24,8 @@ def recipe(*overrides: str) -> Recipe:
             ["optim.lr, global_batch_size and data.audit.max_dropped have no effect in an evaluation"],
         ),
         (["actor.optim={lr: 1, ema_use: true, ema_decay: 0.9}"], ["optim.lr has no effect in an evaluation"]),
+        (["runner.allow_changes=[model.model_path]"], []),
+        (["runner.allow_changes=[optim]"], ["runner.allow_changes has no effect in an evaluation"]),
         (["eval.generate=false", "eval.max_new_tokens=7"], ["eval.max_new_tokens has no effect without eval.generate"]),
         (["eval.environment=null", "eval.episodes=7"], ["eval.episodes has no effect without eval.environment"]),
         (["data.train_data_paths=u.jsonl"], ["data.train_data_paths has no effect in an evaluation"]),

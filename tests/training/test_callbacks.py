@@ -561,16 +561,17 @@ def test_states_are_those_of_their_callbacks_and_bit_for_bit(tmp_path: Path) -> 
 
 def test_classes_of_one_name_have_their_own_states(tmp_path: Path) -> None:
     body = "class Mine:\n  n = None\n  def on_save(self, event): ...\n  def state_dict(self): return {'n': self.n}\n"
-    body += "  def load_state_dict(self, state): self.n = state['n']\n"
-    for name in ("one", "other"):
+    body += "  def load_state_dict(self, state): self.n = state['n'] + '!'\n"
+    for name in ("one", "other", "third/other"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").write_text(body.replace("n = None", f"n = {name!r}"))
-    both = [f"{tmp_path}/{name}.py:Mine" for name in ("one", "other")]
+    both = [f"{tmp_path}/{name}.py:Mine" for name in ("one", "other", "third/other")]
     first = Callbacks(load_callbacks(both), ONE)
     first.make()
-    later = Callbacks(load_callbacks(both[1:]), ONE)  # the other one alone
+    later = Callbacks(load_callbacks(both[1:]), ONE)  # those of one name of file and class, in the recipe's order
     later.make()
     assert later.restore(first.state()) == []
-    assert [entry["state"] for entry in later.state()] == ['{"n": "other"}']
+    assert [entry["state"] for entry in later.state()] == ['{"n": "other!"}', '{"n": "third/other!"}']
 
 
 @pytest.mark.parametrize(

@@ -67,15 +67,10 @@ from shardtune.training.step import LossScale
 from shardtune.training.utilisation import UNKNOWN, Utilisation, peak_flops
 from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.finite_weights import FiniteWeights
-from shardtune.training.worker.frozen_weights import FrozenWeights, named
+from shardtune.training.worker.frozen_weights import BASE, FrozenWeights, changed_error, changed_line, named
 from shardtune.training.worker.own_updates import OwnUpdates
 
 EXTRA, OPTIMIZER_NAME = "extra_state", "optimizer_name"
-KEPT = (
-    "leave requires_grad on for weights that the code itself moves, and call them under torch.no_grad(): the optimizer "
-    "moves no weight without a gradient, and checkpoints have it"
-)
-"""What to do with frozen weights that change."""
 
 
 class ModelSource(Protocol):
@@ -389,15 +384,7 @@ class ModelState:
         changed = self._frozen.changed() if self._frozen is not None else []
         if changed and "changed" not in self._excluded_from_checkpoint:
             self._excluded_from_checkpoint["changed"] = named(changed)
-            report(
-                f"the frozen weights {named(changed)} have changed since the first step, by the code of the model or "
-                "its loss, and no checkpoint holds frozen weights, so that "
-                + (
-                    f"save_checkpoint and load_checkpoint of {keeps} have to keep them, or else {KEPT}"
-                    if keeps
-                    else f"this run cannot be continued, and a rollback leaves them as they are; {KEPT}"
-                )
-            )
+            report(changed_line(changed, keeps))
         return {
             "step": self.step,
             OPTIMIZER_NAME: self._recipe.actor.optim.name,
@@ -488,16 +475,12 @@ class ModelState:
             state: the JSON part of it.
             may_have_changed: whether frozen weights that steps have changed are kept elsewhere.
         """
-        found, own, key = state.get("left_out"), self._excluded_from_checkpoint, "actor.model.model_path"
+        found, own, key = state.get("left_out"), self._excluded_from_checkpoint, BASE
         saved = found if isinstance(found, Mapping) else {}
         # In a rollback they are those of this process, which has changed them.
         may_have_changed = may_have_changed or "changed" in own or self._recipe.runner.allows(key)
         if "changed" in saved and not may_have_changed:
-            raise CheckpointError(
-                f"the frozen weights {saved['changed']} changed in training, and no checkpoint holds frozen weights",
-                where=str(checkpoint),
-                remedy=f"{KEPT}; or go on from their first values with runner.allow_changes=[{key}]",
-            )
+            raise changed_error(saved["changed"], checkpoint)
         comparable = saved.get("form") == own.get("form")
         if comparable and not is_adapter(checkpoint) and saved.get("base", own.get("base")) != own.get("base"):
             raise CheckpointError(
