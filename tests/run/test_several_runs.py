@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 import shardtune
+from shardtune.config import user_code
 from tests.support.doc_blocks import ROOT
 from tests.support.tiny_run import lines, make_tiny
 
@@ -71,3 +73,15 @@ def test_each_run_of_several_is_as_by_itself(tmp_path: Path) -> None:
         expected = lines(shardtune.train(alone).dir)
         found = lines(tiny.run(name))
         assert [line["train/loss"] for line in found] == pytest.approx([e["train/loss"] for e in expected], rel=1e-5)
+
+
+def test_a_run_names_the_plugins_of_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(user_code, "_plugins", defaultdict(set))
+    tiny, told = make_tiny(tmp_path, save_interval=-1), list[bool]()
+    (tmp_path / "patches.py").write_text("")
+    for name, plugins in (("with", [str(tmp_path / "patches.py")]), ("without", [])):
+        shardtune.train({**tiny.recipe(name, runner__max_steps=1), "plugins": plugins})
+        told.append("plugins of earlier runs of this process" in " ".join(capsys.readouterr().err.split()))
+    assert told == [False, True]
