@@ -204,3 +204,42 @@ def test_a_weight_that_the_loss_itself_moves_is_not_advised_to_be_frozen(folder:
     (line,) = about(lines, "no gradient")
     assert "slow.weight" in line
     assert "those that the code itself moves stay as they are" in line
+
+
+class StepwiseFollowing(Following):
+    """The loss moves nothing; a worker does, once a step."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        return LossSum(model(batch["x"]).square().sum(), len(batch.rows))
+
+
+class Stepwise(SFTWorker):
+    def run_training(self) -> dict[str, float]:
+        found = super().run_training()
+        self.model.model.follow()
+        return found
+
+
+def stepwise(folder: str) -> list[float]:
+    """The losses of four steps, of which the last two are continued elsewhere."""
+    place = Path(folder)
+    first = worker(place, "StepwiseFollowing", [], Stepwise, max_epochs=2)
+    losses = [first.run_training()["train/loss"] for _ in range(2)]
+    first.save_checkpoint(place / "saved", 2)
+    first.release()
+    second = worker(place, "StepwiseFollowing", [], Stepwise, max_epochs=2)
+    second.load_checkpoint(place / "saved")
+    losses += [second.run_training()["train/loss"] for _ in range(2)]
+    second.release()
+    return losses
+
+
+def test_a_worker_moves_weights_once_a_step_on_any_ranks(folder: Path) -> None:
+    """As docs/add-a-model.md has it, continued or not."""
+    found = stepwise(str(folder))
+    made = worker(folder, "StepwiseFollowing", [], Stepwise, max_epochs=2)
+    expected = [made.run_training()["train/loss"] for _ in range(4)]
+    assert found == expected
+    assert len(set(found)) == 4
+    for rank in run_ranks(stepwise, 2, str(folder)):
+        assert rank == pytest.approx(expected, rel=1e-12)
