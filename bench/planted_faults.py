@@ -139,8 +139,8 @@ def _own_loader(name: str, what: str, command: str, words: Sequence[str], worker
 
 
 OF_RUNS: tuple[Fault, ...] = (
-    Fault("python_draws", "a draw from Python's generator", "resume", ("step 2", "Python's random module"),
-          worker="DrawsFromPython", options=RUNS),
+    Fault("own_draws", "a draw from a generator of the worker's own", "resume", ("step 2", "train/loss"),
+          worker="DrawsForItself", options=RUNS),
     Fault("lost_slot", "a slot of the optimizer lost at a resume", "resume", ("after step 2", "weights"),
           worker="ForgetsASlot", options=RUNS),
     Fault("counter", "a counter that is in no checkpoint", "resume", ("step 2", "train/loss"),

@@ -1,10 +1,14 @@
-"""Seeds of random numbers: derived from what identifies a draw, and given to torch's generators."""
+"""Seeds of random numbers: derived from what identifies a draw, and given to the generators of the process."""
 
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
+import numpy as np
 import torch
 
 
@@ -14,22 +18,41 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_torch(seed: int) -> None:
-    """Seed torch's generators on all devices, as `torch.manual_seed` does.
+def seed_generators(seed: int, *, torch_alone: bool = False) -> None:
+    """Seed the global generators of torch on all devices, of numpy and of Python.
 
-    `torch.manual_seed` also formats the stack, once for each kind of accelerator that is not in use, which takes half a
-    millisecond or more.
+    torch's are seeded as `torch.manual_seed` does. That also formats the stack, once for each kind of accelerator that
+    is not in use, which takes half a millisecond or more.
 
     Args:
-        seed: in [-2**63, 2**64).
+        seed: in [0, 2**63).
+        torch_alone: leave those of numpy and Python as they are.
     """
     accelerator = _accelerator()
     if accelerator not in {"", "cuda"}:
         torch.manual_seed(seed)
-        return
-    if accelerator:
-        torch.cuda.manual_seed_all(seed)
-    torch.default_generator.manual_seed(seed)
+    else:
+        if accelerator:
+            torch.cuda.manual_seed_all(seed)
+        torch.default_generator.manual_seed(seed)
+    if not torch_alone:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restore the states of the global generators of torch, numpy and Python at the end."""
+    python, numbers, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        torch.set_rng_state(torchs)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
 
 
 @cache

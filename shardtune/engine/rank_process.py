@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardtune.batch.seeds import derive_seed
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.config.rank_layout import Layout
 from shardtune.engine.call_board import CallBoard
 from shardtune.engine.call_watch import CallWatch, end_rank
@@ -232,7 +232,7 @@ class Host:
     def _build(self, engine: str, order: Order) -> RankModule:
         ranks = self._ranks(engine, order)
         if self._world_size > 1:
-            torch.manual_seed(derive_seed(order.seed, ranks.draws_rank, "engine"))
+            seed_generators(derive_seed(order.seed, ranks.draws_rank, "engine"))
         return RankModule(order, ranks, self._stops)
 
     def _ranks(self, engine: str, order: Order) -> Ranks:

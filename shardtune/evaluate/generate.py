@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from shardtune.batch import Prompt
-from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.data.chat.reasoning import CLOSE
 from shardtune.errors import ConfigError, DataError
 from shardtune.launch.progress import GENERATION, PROGRESS
@@ -154,7 +154,9 @@ class Generator:
             poll()
             idle = self._ranks.data_rank >= len(batches)
             numbers = batches[0] if idle else batches[self._ranks.data_rank]
-            seed_torch(derive_seed(sampling.seed, place * num_ranks + self._ranks.data_rank, "generate"))
+            seed_generators(
+                derive_seed(sampling.seed, place * num_ranks + self._ranks.data_rank, "generate"), torch_alone=True
+            )
             with PROGRESS.during(GENERATION):
                 limited = replace(sampling, max_new_tokens=room[numbers[0]])
                 written = self._answer([prompts[number] for number in numbers], companion, limited, streamer)

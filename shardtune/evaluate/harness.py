@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -88,19 +85,6 @@ class Harness:
 
     def problem(self, what: str, remedy: str) -> ConfigError:
         return ConfigError(f"{KEY}: {what}", where=self.where, remedy=remedy)
-
-
-@contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """The harness seeds the generators of random numbers; training goes on with their states of before."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
 def scores(results: Mapping[str, Any]) -> dict[str, float]:

@@ -23,9 +23,9 @@ from lm_eval.models import huggingface
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import handle_non_serializable
 
-from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.batch.seeds import derive_seed, generators_kept, seed_generators
 from shardtune.errors import ConfigError
-from shardtune.evaluate.harness import Harness, HarnessModel, generators_kept, keep, scores
+from shardtune.evaluate.harness import Harness, HarnessModel, keep, scores
 from shardtune.evaluate.harness_tasks import LoadedTasks
 from shardtune.launch.progress import HARNESS, PROGRESS
 
@@ -119,7 +119,7 @@ class _Shares:
         own = list(requests[ranks.data_rank :: ranks.num_data_ranks])
         repeated = [requests[0]] * (-(-len(requests) // ranks.num_data_ranks) - len(own))
         if ranks.num_data_ranks > 1:  # one rank draws as the harness does
-            seed_torch(derive_seed(batch.number, ranks.data_rank, "harness"))
+            seed_generators(derive_seed(batch.number, ranks.data_rank, "harness"), torch_alone=True)
         found = self._results(batch.kind, own + repeated)[: len(own)]
         parts = [part for part in ranks.gather(found if ranks.counts else None) if part is not None]
         results: list[Any] = [None] * len(requests)
@@ -217,7 +217,7 @@ def evaluate(
 ) -> dict[str, float]:
     """See `run_harness`."""
     ranks = model.ranks
-    with generators_kept(ranks.device), _quiet(), PROGRESS.during(HARNESS):
+    with generators_kept(), _quiet(), PROGRESS.during(HARNESS):
         shares = _Shares(model, harness.model_settings, poll)
         end = _run(harness, model, tasks, shares, folder) if ranks.is_main else shares.serve()
     if end.problem is not None:

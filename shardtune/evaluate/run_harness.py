@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardtune.batch.seeds import generators_kept
 from shardtune.errors import ConfigError
-from shardtune.evaluate.harness import Harness, HarnessModel, generators_kept
+from shardtune.evaluate.harness import Harness, HarnessModel
 from shardtune.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def read_tasks(harness: Harness, ranks: Ranks) -> ReadTasks:
         from shardtune.evaluate.harness_tasks import load_tasks
 
         try:
-            with generators_kept(ranks.device):
+            with generators_kept():
                 tasks = load_tasks(harness)
                 found = tasks.score_names()
         except ConfigError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.batch.seeds import generators_kept
 from shardtune.checkpoint.checksums import directory_faults
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import import_plugins
@@ -58,7 +59,7 @@ def train(
         ShardtuneError: an error that the user can fix; raised before anything is written where possible.
         Interrupted: stopped by a signal, after saving; calling again continues.
     """
-    with recipe_settings():
+    with recipe_settings(), generators_kept():
         return _train_from(recipe, overrides, Objects(model, tokenizer, train_data, eval_data), recording)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardtune.batch.seeds import generators_kept
 from shardtune.checkpoint.atomic import publish, read_json
 from shardtune.checkpoint.checksums import complete_checksums
 from shardtune.checkpoint.export_check import check_reload
@@ -155,7 +156,7 @@ class Run:
             )
         require_same_worker(self)
         folder = self.dir / SAMPLES / Path(checkpoint).name
-        with recipe_settings():
+        with recipe_settings(), generators_kept():
             worker = self.worker(str(checkpoint), *overrides, eval_data=eval_data, episodes_dir=folder)
             if not worker.evaluates:
                 raise nothing_to_evaluate()
@@ -164,6 +165,7 @@ class Run:
             return evaluation_method(worker)()
 
     @recipe_settings()
+    @generators_kept()
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[Mapping[str, object]]],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from enum import Flag
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
+from shardtune.batch.seeds import generators_kept
 from shardtune.config.user_code import check_call, load_function, named_errors
 from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.parallel.ranks import Ranks
@@ -440,18 +439,11 @@ class RankAlone(TorchDispatchMode):
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore, after user code has run, the global state that this process's numerics depend on."""
-    python, numbers, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     grad, threads, device = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_device()
     try:
-        with restored():
+        with generators_kept(), restored():
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
-        torch.set_rng_state(torchs)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
         torch.set_grad_enabled(grad)
         if torch.get_default_device() != device:
             torch.set_default_device(None if device.type == "cpu" else device)

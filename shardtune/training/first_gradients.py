@@ -1,7 +1,7 @@
 """Looks at the gradients of the first step; later steps cost nothing.
 
-The trained parameters that its backward pass does not reach are named, and so are generators that it draws from and no
-step seeds; a loss that differentiates by a weight of which a rank has a part is refused.
+The trained parameters that its backward pass does not reach are named; refused are a loss that differentiates by a
+weight of which a rank has a part, and units that draw other numbers where they are computed again.
 """
 
 from __future__ import annotations
@@ -24,22 +24,29 @@ SHOWN = 5
 
 
 def with_report(
-    accumulate: Accumulate, ranks: Ranks, report: Callable[[str], None], done: Callable[[], None], *, users: bool
+    accumulate: Accumulate,
+    ranks: Ranks,
+    report: Callable[[str], None],
+    done: Callable[[], None],
+    *,
+    users: bool,
+    recomputes: bool,
 ) -> Accumulate:
-    """`accumulate` for the first step, which reports the trained parameters that got no gradient on any rank, and draws
-    that no seed repeats.
+    """`accumulate` for the first step, which reports the trained parameters that got no gradient on any rank.
 
     A user's loss that calls `torch.autograd.grad` for a parameter of which each rank has a part is refused: the graph
-    holds the gathered weight, so autograd finds None, or zeros (`allow_unused`, `materialize_grads`).
+    holds the gathered weight, so autograd finds None, or zeros (`allow_unused`, `materialize_grads`). So is a backward
+    pass with draws of numpy or Python where units are computed again in it: checkpointing restores torch's generators
+    alone, so the units compute other numbers than in the forward pass.
 
     Args:
         accumulate: of the following steps.
         ranks: of the run; all of them do the first step.
-        report: receives a line, if there are such parameters, and one on such draws.
+        report: receives a line, if there are such parameters.
         done: called after it, so that `accumulate` alone is used from then on.
         users: whether the loss is a user's, and not compiled.
+        recomputes: whether units are computed again in the backward pass.
     """
-
     compared = False
 
     def first(
@@ -47,13 +54,14 @@ def with_report(
     ) -> Totals:
         nonlocal compared
         seen = _seen(forward, weights.parameters) if users and weights.on_ranks else forward
-        before = _generators()
+        after: list[object] = []
+        seen = _noting(seen, after) if recomputes else seen
         totals = accumulate(seen, micro_batches, denominators, weights, **settings)
         if compared:  # the same step again, at another loss scale
             return totals
         compared = True
-        if drawn := [name for name, state in _generators().items() if state != before[name]]:
-            report(_draws(drawn))
+        if after and after.pop() != _generators():
+            raise _redrawn()
         trained = list(weights.trainable())
         zeros = weights.unit_calls.filling.filled - weights.unit_calls.filling.used
         found = ranks.gather(
@@ -68,17 +76,30 @@ def with_report(
     return first
 
 
-def _generators() -> dict[str, object]:
-    """The states of the generators that no step seeds, as values that can be compared."""
+def _noting(forward: Callable[..., object], after: list[object]) -> Callable[..., object]:
+    """`forward`, which leaves the state of the generators at its end in `after`."""
+
+    def noted(*args: object, **settings: object) -> object:
+        output = forward(*args, **settings)
+        after[:] = [_generators()]
+        return output
+
+    return noted
+
+
+def _generators() -> tuple[object, ...]:
+    """The states of the generators that checkpointing does not restore, as values that can be compared."""
     kind, words, *rest = np.random.get_state()
-    return {"numpy": (kind, np.asarray(words).tobytes(), *rest), "Python's random": random.getstate()}
+    return kind, np.asarray(words).tobytes(), *rest, random.getstate()
 
 
-def _draws(names: list[str]) -> str:
-    return (
-        f"the forwards of the first step drew numbers of {' and of '.join(names)}, which no step seeds (as SpecAugment "
-        "of speech models of transformers does): the run cannot be repeated or continued bit for bit; torch and "
-        "batch.rand_like draw alike in each run"
+def _redrawn() -> ModelError:
+    return ModelError(
+        "the backward pass draws numbers of numpy or of Python's random: units that are computed again in it "
+        "(actor.model.gradient_checkpointing) draw others than in the forward pass, so that gradients are wrong",
+        where="forward of the model's layers",
+        remedy="draw from torch there (torch.rand), whose generators are restored, or set "
+        "actor.model.gradient_checkpointing=false",
     )
 
 

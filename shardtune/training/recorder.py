@@ -1,4 +1,4 @@
-"""Records what each step of a run did, exactly: rows, numbers, random draws; `shardtune verify` compares them.
+"""Records what each step of a run did, exactly: rows and numbers; `shardtune verify` compares them.
 
 Each rank appends lines of JSON to a file of its own. Numbers are written by `float.hex`, so that equal text is equal
 bits. What a step left behind (weights, optimizer states) is in the run's checkpoints.
@@ -7,16 +7,12 @@ bits. What a step left behind (weights, optimizer states) is in the run's checkp
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import numpy as np
-
 from shardtune.batch import Batch
 from shardtune.checkpoint.base_weights import own_bits
-from shardtune.data.checksum import checksum
 from shardtune.data.loader.protocol import MicroBatch, Step
 from shardtune.data.user_loader.batch import UserBatch, fingerprint
 from shardtune.launch.signals import StopSignal
@@ -66,7 +62,6 @@ class Recorder:
         self._steps: list[Step[MicroBatch]] = []
         self._contents: list[dict[str, object]] = []
         self._skipped = 0
-        self._before: Mapping[str, str] = {}
         self._frozen = self._frozen_bits()
         if self._file is not None:
             worker.position.observe(self._noted)
@@ -85,12 +80,10 @@ class Recorder:
                 "ranks": self._worker.ranks.world_size,
                 **self._taken(),
                 "metrics": exact,
-                "drawn": self._drawn(),
             }
             changed = self._changed()
             if changed:
                 line["changed"] = changed
-            self._before = _generators()
             with self._file.open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
         if self._stop_after is not None and step >= self._stop_after:
@@ -100,8 +93,6 @@ class Recorder:
         """Steps as they are, from a position that training has gone to; what was taken before it is written."""
         self._steps, self._contents, self._skipped = [], [], self._worker.position.taken
         for step in steps:
-            if not self._steps:
-                self._before = _generators()
             self._steps.append(step)
             self._contents += [_content(batch) for batch in step.micro_batches]
             yield step
@@ -136,11 +127,6 @@ class Recorder:
         before, self._frozen = self._frozen, self._frozen_bits()
         return sorted(name for name, bits in self._frozen.items() if bits != before.get(name, bits))
 
-    def _drawn(self) -> dict[str, str]:
-        """The generators that the step drew from, and the state in which it found each."""
-        after = _generators()
-        return {name: state for name, state in self._before.items() if after[name] != state}
-
 
 def _content(batch: MicroBatch) -> dict[str, object]:
     """The rows of a micro-batch and a digest of its content; of one that only keeps ranks in step neither."""
@@ -152,10 +138,3 @@ def _content(batch: MicroBatch) -> dict[str, object]:
         content = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name not in DERIVED}
         return {"rows": list(batch.rows), "digest": fingerprint(content)}
     return {"rows": None, "digest": fingerprint(batch)}
-
-
-def _generators() -> dict[str, str]:
-    """A digest of the state of each generator that a run does not seed by step, as torch's is."""
-    numpy_state = np.random.get_state(legacy=False)
-    state = numpy_state["state"] if isinstance(numpy_state, dict) else numpy_state
-    return {"numpy": checksum(repr(state).encode()), "random": checksum(repr(random.getstate()).encode())}

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.checkpoint.state_file import read_state
 from shardtune.checkpoint.store import directory_is_gone
 from shardtune.config import Recipe, load_recipe
@@ -313,6 +314,8 @@ class SFTRunner:
         if self._profile is not None:
             self._profile.before(step + 1)
         began = time.perf_counter()
+        # For what a worker's own method draws; each forward is seeded by itself.
+        seed_generators(derive_seed(self._recipe.runner.seed, step, self._ranks.draws_rank, "step"))
         metrics = self._run_training()
         PROGRESS.rounds += 1
         PROGRESS.phase, PROGRESS.step = STEP, model.step

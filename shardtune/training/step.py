@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardtune.batch import Batch, LossSum, Metric
-from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.data.loader.protocol import MicroBatch, Step
 from shardtune.data.user_loader.batch import UserBatch
 from shardtune.errors import ModelError
@@ -179,7 +179,7 @@ def accumulate(
             batch = replace(batch, key=key)
         if weights.on_ranks:
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
-        seed_torch(derive_seed(seed, step, number, rank, "train"))
+        seed_generators(derive_seed(seed, step, number, rank, "train"))
         output, beside = forward(batch), {}
         # Sums by term are taken as they are, but for a user's own batches and for those that only keep ranks in step.
         filler = isinstance(batch, Batch) and max(batch.rows) < 0

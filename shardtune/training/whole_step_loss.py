@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardtune.batch import Batch, LossSum, Metric
-from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.errors import ModelError
 from shardtune.launch.progress import PROGRESS
 from shardtune.models.adapter import WholeStepAdapter, named
@@ -65,7 +65,7 @@ class WholeStep:
             for number, batch in enumerate(micro_batches):
                 PROGRESS.beats += 1
                 PROGRESS.micro_batch = number + 1
-                seed_torch(derive_seed(seed, step, number, rank, "train"))
+                seed_generators(derive_seed(seed, step, number, rank, "train"))
                 found.append(_real(forward(batch), batch))
         mine = _joined(found)
         everyone, start = self._gather(mine)
@@ -81,7 +81,7 @@ class WholeStep:
             PROGRESS.beats += 1
             PROGRESS.micro_batch = number + 1
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
-            seed_torch(derive_seed(seed, step, number, rank, "train"))
+            seed_generators(derive_seed(seed, step, number, rank, "train"))
             outputs = _checked(forward(batch), batch)
             _backward(outputs, slopes, start, batch)
             start += batch.num_rows

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardtune.batch import Batch, LossSum, Sample
-from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.config import Recipe
 from shardtune.data.cache.by_file import rows_to_show
 from shardtune.data.loader.step_loader import DataState, Step, StepLoader
@@ -146,7 +146,7 @@ class Trial:
         hooks = [unit.register_forward_pre_hook(partial(_note, called, names[unit])) for unit in units]
         try:
             with torch.no_grad():
-                seed_torch(derive_seed(0, 0, 0, 0, "verify"))
+                seed_generators(derive_seed(0, 0, 0, 0, "verify"))
                 self.root(batch)
         finally:
             for hook in hooks:
@@ -204,7 +204,7 @@ class Trial:
 
     def losses(self, batch: Batch, seed: int = 0) -> dict[str, LossSum]:
         """The terms of a micro-batch's loss, with their graph; for a whole-step loss the micro-batch is the step."""
-        seed_torch(derive_seed(seed, 0, 0, 0, "verify"))
+        seed_generators(derive_seed(seed, 0, 0, 0, "verify"))
         batch = replace(batch, key=FIRST_KEY)
         with self.draws():
             if isinstance(self.adapter, WholeStepAdapter):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Barrier, Thread
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +54,25 @@ def test_settings_of_the_script_do_not_change_a_run(tiny: Tiny) -> None:
     assert plain.generate(["say 3", "say 9"], max_new_tokens=8, temperature=1.0) == answers
     with pytest.warns(UserWarning, match=r"optim\.lr has no effect in an evaluation"):
         assert plain.evaluate("final", "optim.lr=1") == found
+
+
+def drawn() -> list[float]:
+    return [random.random(), float(np.random.rand()), torch.rand(()).item()]
+
+
+def test_a_run_leaves_the_scripts_generators_as_they_were(tiny: Tiny) -> None:
+    """A search that draws a learning rate between its runs draws another one each time."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = drawn()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    held_out = str(tiny.folder / "eval.jsonl")
+    run = shardtune.train(tiny.recipe("drawing", runner__max_steps=1, data__eval_data_paths=held_out))
+    run.evaluate()
+    evaluate(run.dir)
+    run.generate(["say 3"], max_new_tokens=2, temperature=1.0)
+    assert drawn() == expected
 
 
 @pytest.mark.usefixtures("_double")

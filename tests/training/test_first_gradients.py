@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -148,19 +149,50 @@ def test_a_gradient_of_a_part_of_a_weight_is_refused(folder: str) -> None:
     assert run_ranks(first_step, 2, folder, "BalancedAtHead") == pytest.approx([alone, alone], rel=1e-12)
 
 
-class Augmented(Spare):
-    """Hides inputs by a draw of numpy's, in training alone, as SpecAugment does."""
+class Gated(nn.Module):
+    """Scales its input by a number drawn by Python or by torch."""
+
+    def __init__(self, torchs: bool) -> None:
+        super().__init__()
+        self.linear, self.torchs = nn.Linear(1, 1), torchs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * (torch.rand((), dtype=x.dtype) if self.torchs else random.random()))
+
+
+class DrawnInUnits(Spare):
+    """Draws by Python's random in its units."""
+
+    unit_classes = ("Gated",)
+    torchs = False
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(Gated(self.torchs), Gated(self.torchs))
+
+
+class DrawnByTorch(DrawnInUnits):
+    torchs = True
+
+
+class DrawnBefore(DrawnByTorch):
+    """Draws by numpy before its units, as SpecAugment does."""
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        kept = np.random.rand() < 2 if model.training else True
-        return LossSum(model(batch["x"] * kept).square().sum(), len(batch.rows))
+        return LossSum(model(batch["x"] * np.random.rand()).square().sum(), len(batch.rows))
 
 
-@pytest.mark.parametrize(("adapter", "found"), [("Augmented", 1), ("Spare", 0)])
-def test_draws_that_no_step_seeds_are_named_once(folder: str, adapter: str, found: int) -> None:
-    lines: list[str] = []
-    made = worker(folder, adapter, lines.append, micro_batch_size=2, global_batch_size=4)
-    made.run_training()
-    made.run_training()
+@pytest.mark.parametrize("adapter", ["DrawnInUnits", "DrawnByTorch", "DrawnBefore"])
+def test_units_that_draw_otherwise_when_computed_again_are_refused(folder: str, adapter: str) -> None:
+    """Checkpointing restores the generators of torch alone."""
+    sizes = {"micro_batch_size": 2, "global_batch_size": 4}
+    plain = worker(folder, adapter, **sizes)
+    losses = [plain.run_training()["train/loss"] for _ in range(2)]
+    plain.release()
+    saving = {"adapter": f"{__file__}:{adapter}", "precision": "fp64", "gradient_checkpointing": True}
+    made = worker(folder, adapter, model=saving, **sizes)
+    if adapter == "DrawnInUnits":
+        with pytest.raises(ModelError, match="the backward pass draws numbers of numpy or of Python's random"):
+            made.run_training()
+    else:
+        assert [made.run_training()["train/loss"] for _ in range(2)] == losses
     made.release()
-    assert sum("drew numbers of numpy, which no step seeds" in line for line in lines) == found

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardtune.batch import LossSum
-from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.weights import Weights
@@ -226,7 +226,7 @@ def test_draws_are_a_function_of_where_they_stand() -> None:
     places = [(1, 0, 0, 0, "train"), (1, 1, 0, 0, "train"), (1, 0, 1, 0, "train"), (1, 0, 0, 1, "train")]
     drawn = []
     for place in [*places, *places]:
-        seed_torch(derive_seed(*place))
+        seed_generators(derive_seed(*place))
         drawn.append(float(torch.rand(())))
     assert drawn[:4] == drawn[4:]
     assert len(set(drawn)) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtune import Batch, LossSum, Sample
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.config import ActorConfig, load_recipe
 from shardtune.data.loader.step_loader import BatchMaker, Limits
 from shardtune.errors import ModelError
@@ -188,6 +190,34 @@ def test_both_forwards_of_a_micro_batch_find_the_same_buffers() -> None:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.get_buffer("seen").zero_()
     found = [adapter.outputs(model, batch) for batch in batches]
+    loss = adapter.step_loss({name: torch.cat([each[name] for each in found]) for name in found[0]})
+    wanted = torch.autograd.grad(loss.total / loss.weight, list(model.parameters()))
+    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-12, rtol=0)
+
+
+class Noisy(Contrast):
+    """Adds noise of numpy and of Python to its outputs."""
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        found = super().outputs(model, batch)
+        noise = torch.from_numpy(np.random.standard_normal(found["left"].shape))
+        return {**found, "left": (found["left"] + noise) * random.random()}
+
+
+def test_both_forwards_of_a_micro_batch_draw_the_same() -> None:
+    adapter, ranks = Noisy(make_adapter().recipe), join_ranks("cpu", ActorConfig())
+    torch.manual_seed(0)
+    model = adapter.build().double()
+    root = adapter.root(model)
+    weights = Weights(root, model, "fp64", ranks)
+    batches = BatchMaker(Rows(), Limits(3), adapter).micro_batches(np.arange(ROWS))
+    WholeStep(adapter, ranks).accumulate(root, batches, {"loss": float(ROWS)}, weights, draws=(0, 0, 0), scale=1.0)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = []
+    for number, batch in enumerate(batches):
+        seed_generators(derive_seed(0, 0, number, 0, "train"))
+        found.append(adapter.outputs(model, batch))
     loss = adapter.step_loss({name: torch.cat([each[name] for each in found]) for name in found[0]})
     wanted = torch.autograd.grad(loss.total / loss.weight, list(model.parameters()))
     for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):

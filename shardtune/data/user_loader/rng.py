@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.data.user_loader.state_json import StatefulLoader
 
 Reseed = Callable[[int], object]
@@ -52,7 +52,7 @@ class LoaderRng:
 
     def begin(self, epoch: int) -> Iterator[Any]:
         """The batches of an epoch, with everything that they draw from seeded."""
-        _seed_all(derive_seed(self._seed, epoch, "loader"))
+        seed_generators(derive_seed(self._seed, epoch, "loader"))
         for reseed, own_seed in self._generators:
             reseed(derive_seed(own_seed, epoch, "generator"))
         for part in self._parts:
@@ -62,7 +62,7 @@ class LoaderRng:
 
     def before(self, epoch: int, number: int) -> None:
         """Seed the generators for the next batch."""
-        _seed_all(derive_seed(self._seed, epoch, number, "batch"))
+        seed_generators(derive_seed(self._seed, epoch, number, "batch"))
 
 
 def _parts_of(loader: object) -> list[object]:
@@ -105,9 +105,3 @@ def _generator(value: object) -> tuple[Reseed, int] | None:
         bits: Any = value.bit_generator
         return (lambda seed: setattr(bits, "state", type(bits)(seed).state)), derive_seed(repr(bits.state))
     return None
-
-
-def _seed_all(seed: int) -> None:
-    seed_torch(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardtune.batch import TOKENS, LossSum
-from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.data.loader.protocol import DataState, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
@@ -212,7 +212,7 @@ def _alone(worker: FSDPSftWorker, loader: StepLoader, row: int, state: DataState
     seed, done = worker.recipe.runner.seed, worker.state.step
     batch = replace(loader.alone(row, state), key=derive_seed(seed, done, ROW_DRAWS))
     worker.model.eval()
-    seed_torch(derive_seed(seed, done, 0, 0, "train"))
+    seed_generators(derive_seed(seed, done, 0, 0, "train"))
     try:
         losses = losses_of(worker.get_train_model_output(batch), batch)
     finally:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardtune.batch.seeds import derive_seed
+from shardtune.batch.seeds import derive_seed, generators_kept
 from shardtune.checkpoint.module_weights import Supply
 from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import ModelError
@@ -32,16 +32,11 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch (on the CPU), numpy and Python inside; restore their states afterwards."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+        yield
 
 
 def split_source(source: WeightSource, ranks: Ranks, seed: int) -> tuple[dict[str, Path | None], dict[str, Supply]]:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from shardtune.batch.row_draws import RowDraws
-from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.batch.seeds import derive_seed, generators_kept, seed_generators
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.hf_save import Processor
 from shardtune.config import Recipe, load_recipe
@@ -358,6 +358,7 @@ class FSDPSftWorker(ABC):
             )
         return rows.find(step) if kind == "nonfinite" else rows.highest(step)
 
+    @generators_kept()
     def run_eval(self) -> dict[str, float]:
         """Evaluate every set; `eval/<metric>`, with several sets `eval/<set>/<metric>`. The same on every rank."""
         context, metrics, named = self.context, {}, {}
@@ -380,7 +381,7 @@ class FSDPSftWorker(ABC):
             for name, (loader, info) in self.eval_loaders.items():
                 prefix = f"eval/{name}/" if name else "eval/"
                 # Random draws of a loss (noise, a time) are the same each time, so that evaluations can be compared.
-                seed_torch(derive_seed(self.recipe.runner.seed, 0, 0, self.ranks.draws_rank, prefix))
+                seed_generators(derive_seed(self.recipe.runner.seed, 0, 0, self.ranks.draws_rank, prefix))
                 found = self.task.evaluate_set(name, loader, info, evaluation)
                 metrics |= {prefix + key: value for key, value in found.metrics.items()}
                 named |= found.named
@@ -464,6 +465,7 @@ class FSDPSftWorker(ABC):
             self.report,
             self._begin_plain_steps,
             users=own and not self.recipe.actor.model.compile,
+            recomputes=bool(self.recipe.actor.model.gradient_checkpointing),
         )
         self._forward = self.get_train_model_output
         self.notes += [

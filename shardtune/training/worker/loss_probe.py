@@ -6,17 +6,15 @@ finds what would make a run silently wrong for those who have not called it.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardtune.batch import Batch, Metric, Sample
-from shardtune.batch.seeds import seed_torch
+from shardtune.batch.seeds import seed_generators
 from shardtune.errors import ModelError
 from shardtune.evaluate.loss import as_metrics
 from shardtune.models.adapter import Adapter, AdapterRoot
@@ -122,12 +120,12 @@ class _Probe:
                 f"{self._name}.loss changes {', '.join(map(repr, changed))} of its batch in place: what is computed of "
                 "the same batch afterwards, such as metrics, has the changed values; make a new tensor instead"
             )
-        if not self._is_first(self._losses(self._batch([0, 1]), others=1)):
+        if not self._is_first(self._losses(self._batch([0, 1]))):
             self._repeats = False
             notes.append(
-                f"{self._name}.loss of the same rows differs from call to call with torch's seed the same: it draws "
-                "numbers of numpy, of Python's random or of a generator of its own, or keeps state between calls, so "
-                "the run cannot be repeated or continued bit for bit; batch.randn_like and torch draw alike"
+                f"{self._name}.loss of the same rows differs from call to call with the same seed: it draws from a "
+                "generator of its own, or keeps state between calls, so the run cannot be repeated or continued bit "
+                "for bit; batch.randn_like and the generators of torch, numpy and Python draw alike"
             )
         return notes
 
@@ -182,15 +180,13 @@ class _Probe:
         return self._adapter.collate(samples, list(rows), sums).to(self._device)
 
     @torch.no_grad()
-    def _losses(self, batch: Batch, *, seed: int = 0, others: int = 0) -> dict[str, float]:
-        """By term; `others` seeds the generators of numpy and of Python."""
+    def _losses(self, batch: Batch, *, seed: int = 0) -> dict[str, float]:
+        """By term."""
         was_training = self._model.training
         self._model.eval()
         try:
             with seeded(seed):
-                seed_torch(seed)  # a GPU's generator too, which each micro-batch seeds again
-                random.seed(others)
-                np.random.seed(others)
+                seed_generators(seed)  # a GPU's too, which each micro-batch seeds again
                 return {name: float(term.total) for name, term in self._model(batch).items()}
         finally:
             self._model.train(was_training)

@@ -38,8 +38,6 @@ class StepRecord:
         rows: of the data set, in order; empty where the user's loader does not number them.
         micro_batches: of each rank.
         metrics: of the step, without times and sizes, as `float.hex`.
-        drawn: of each rank, the generators that the step drew from and that no run seeds by step, with a digest of the
-            state in which it found each.
         loader_steps: the steps of the loader that it took; None where a worker's own `run_training` took a part of one.
         changed: the frozen weights, which no checkpoint holds, that it changed on some rank.
     """
@@ -50,7 +48,6 @@ class StepRecord:
     rows: tuple[int, ...]
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     metrics: Mapping[str, str]
-    drawn: tuple[Mapping[str, str], ...]
     loader_steps: int | None = 1
     changed: tuple[str, ...] = ()
 
@@ -200,7 +197,6 @@ def _joined(parts: Sequence[Mapping[str, object]]) -> StepRecord:
         tuple(rows),
         micro_batches,
         metrics,
-        tuple(dict(_mapping(part["drawn"])) for part in parts),
         taken,
         tuple(sorted({name for part in parts for name in _names(part.get("changed"))})),
     )
@@ -216,11 +212,6 @@ def _micro_batches(part: Mapping[str, object]) -> Iterator[MicroBatch]:
     for batch in found:
         rows = batch["rows"]
         yield MicroBatch(None if rows is None else tuple(rows), batch["digest"])
-
-
-def _mapping(value: object) -> Mapping[str, str]:
-    assert isinstance(value, dict)
-    return value
 
 
 def first_difference(one: Evidence, other: Evidence, *, close: float = 0.0) -> Difference | None:
@@ -283,16 +274,6 @@ def largest_gap(one: Evidence, other: Evidence) -> float:
     """The largest relative difference between losses and norms of two runs of the same steps."""
     pairs = zip(one.steps, other.steps, strict=True)
     return max((apart(a.value(name), b.value(name)) for a, b in pairs for name in (LOSS, NORM)), default=0.0)
-
-
-def generators_apart(one: Evidence, other: Evidence, number: int) -> list[str]:
-    """The generators of random numbers that a step drew from in both runs, from different states."""
-    steps = [next((step for step in run.steps if step.number == number), None) for run in (one, other)]
-    left, right = steps
-    if left is None or right is None or left.ranks != right.ranks:
-        return []
-    pairs = zip(left.drawn, right.drawn, strict=True)
-    return sorted({name for a, b in pairs for name in a if a[name] != b.get(name)})
 
 
 def apart(one: float, other: float) -> float:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardtune.batch import TOKENS, Batch, PackedBatch, Sample
-from shardtune.batch.seeds import derive_seed, seed_torch
+from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.checkpoint.quantized.scheme import BITSANDBYTES, quantization_of
 from shardtune.config import ModelConfig, Recipe
 from shardtune.config.parameter_patterns import as_pattern
@@ -205,8 +205,8 @@ class PlainSide:
                     "generator of their own"
                 )
             raise Skipped(
-                "the loss draws random numbers from torch, so it depends on the layout; to make it a function of "
-                "the row, draw by batch.randn_like and batch.rand_like (in a worker: self.row_draws(rows))"
+                "the loss draws random numbers from torch, numpy or Python, so it depends on the layout; to make it a "
+                "function of the row, draw by batch.randn_like and batch.rand_like (in a worker: self.row_draws(rows))"
             )
 
     def _sample(self, seed: int = 0) -> dict[str, float]:
@@ -214,7 +214,7 @@ class PlainSide:
         step = next(iter(islice(self.worker.loader.steps(DataState()), 1)))
         whole = isinstance(self.adapter, WholeStepAdapter)
         part = step.micro_batches[0] if whole or not self.numbers_rows else self._row(int(step.rows[0]))
-        seed_torch(derive_seed(seed, 0, 0, 0, "verify"))
+        seed_generators(derive_seed(seed, 0, 0, 0, "verify"))
         return {term: total.item() for term, total in self._losses(part, 0).items()}
 
     # The run.

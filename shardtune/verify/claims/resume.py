@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from shardtune.verify.claims.checkpoints import tensor_difference
-from shardtune.verify.claims.evidence import Evidence, first_difference, generators_apart, require_frozen
+from shardtune.verify.claims.evidence import Evidence, first_difference, require_frozen
 from shardtune.verify.claims.short_runs import Attempt, ShortRun, ShortRuns, stopped
 from shardtune.verify.result import Failed, Skipped
-
-GENERATORS = {
-    "numpy": "numpy's global generator",
-    "random": "Python's random module",
-}
 
 
 def check_resume(runs: ShortRuns) -> str:
@@ -74,13 +69,10 @@ def require_same(whole: ShortRun, other: ShortRun, steps: int, what: str) -> Non
     # A step's numbers come before what it leaves, so what an earlier one left is the first difference.
     _require_same_tensors(whole, other, steps if found is None else found.step - 1, what)
     if found is not None:
-        drawn = generators_apart(whole.evidence, other.evidence, found.step)
-        names = " and ".join(GENERATORS[name] for name in drawn)
-        hint = f"; it drew from {names}, which no checkpoint holds" if drawn else ""
         raise Failed(
-            f"{what} parts from the uninterrupted one in step {found.step}: {found.text}{hint}",
+            f"{what} parts from the uninterrupted one in step {found.step}: {found.text}",
             where=f"step {found.step}",
-            remedy=_remedy(found.what, drawn),
+            remedy=_remedy(found.what),
         )
 
 
@@ -97,17 +89,16 @@ def _require_same_tensors(whole: ShortRun, other: ShortRun, steps: int, what: st
             )
 
 
-def _remedy(what: str, drawn: list[str]) -> str:
+def _remedy(what: str) -> str:
     if what in ("rows", "content", "content of the micro-batches", "micro-batches"):
         return (
             "let the loader give the same batches from any position: seed what it shuffles and draws by epoch and row, "
             "or give it state_dict and load_state_dict"
         )
-    if drawn:
-        return "draw by torch inside the forward, where it is seeded by step, or by row_draws"
     return (
         "what the step reads besides rows and weights has to be in the checkpoint, or follow from the step: counters, "
-        "running values, caches; where kernels are not deterministic, set runner.deterministic=true"
+        "running values, caches, generators of random numbers of its own (those of torch, numpy and Python are seeded "
+        "in each step); where kernels are not deterministic, set runner.deterministic=true"
     )
 
 

@@ -20,10 +20,25 @@ def scaled(losses, factor):
 
 
 class DrawsFromPython(SFTWorker):
-    """Draws from Python's generator, which no checkpoint holds."""
+    """Draws from Python's global generator in a forward and before a step, where it is seeded."""
+
+    factor = 1.0
+
+    def run_training(self):
+        self.factor = 1.0 + random.random()
+        return super().run_training()
 
     def get_train_model_output(self, batch):
-        return scaled(super().get_train_model_output(batch), 1.0 + random.Random(random.random()).random())
+        return scaled(super().get_train_model_output(batch), self.factor + random.random())
+
+
+class DrawsForItself(SFTWorker):
+    """Draws from a generator of its own, which no checkpoint holds."""
+
+    draws = random.Random(0)
+
+    def get_train_model_output(self, batch):
+        return scaled(super().get_train_model_output(batch), 1.0 + self.draws.random())
 
 
 class ForgetsASlot(SFTWorker):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,6 +186,43 @@ def test_a_loss_that_draws_for_its_rows_is_the_same_on_any_layout(folder: Path) 
             assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-10), kind
             for name, weight in expected.weights.items():
                 torch.testing.assert_close(found.weights[name], weight, rtol=1e-10, atol=1e-12)
+
+
+class Global(Paths):
+    """Draws from the global generators of torch, numpy and Python, in evaluation too."""
+
+    def errors(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        noise = torch.from_numpy(np.random.standard_normal(batch["path"].shape)).to(batch["path"])
+        path = batch["path"] * random.random() + torch.rand_like(batch["path"]) * noise
+        return (model(path, path[:, 0, 0]) - path).square().sum((1, 2))
+
+
+def globally_drawn(folder: str, before: int) -> tuple[list[float], list[dict[str, float]]]:
+    """Losses of three steps, with an evaluation before each, in a process that has drawn before."""
+    worker = SFTWorker(load_recipe(recipe(Path(folder), "Global", 2)), report=quiet)
+    worker.setup()
+    losses, evaluations = list[float](), list[dict[str, float]]()
+    for number in range(3):
+        np.random.seed(before + number)
+        random.seed(before + number)
+        if not number:
+            evaluations.append(worker.run_eval())
+        state, python = np.random.get_state()[1], random.getstate()
+        evaluations.append(worker.run_eval())
+        assert np.array_equal(np.random.get_state()[1], state)  # what runs between steps draws as it would without it
+        assert random.getstate() == python
+        losses.append(worker.run_training()["train/loss"])
+    worker.release()
+    return losses, evaluations
+
+
+def test_draws_of_the_global_generators_follow_from_seed_and_step(folder: Path) -> None:
+    losses, evaluations = globally_drawn(str(folder), 0)
+    assert len(set(losses)) == 3
+    assert evaluations[0] == evaluations[1] != evaluations[2]
+    assert globally_drawn(str(folder), 50) == (losses, evaluations)
+    first, second = run_ranks(globally_drawn, 2, str(folder), 0)
+    assert first == second == run_ranks(globally_drawn, 2, str(folder), 50)[0]
 
 
 class Uneven(Paths):

@@ -59,6 +59,13 @@ class Numpy(Sum):
         return F.mse_loss(model(batch["x"] + 0.01 * np.random.randn()), batch["y"], reduction="sum")
 
 
+class OwnGenerator(Sum):
+    draws = random.Random(0)
+
+    def total(self, model, batch):
+        return F.mse_loss(model(batch["x"] + 0.01 * self.draws.random()), batch["y"], reduction="sum")
+
+
 class Stateful(Sum):
     def total(self, model, batch):
         return super().total(model, batch) * (1 + 0.001 * self.calls)
@@ -176,7 +183,7 @@ def test_a_loss_that_is_no_sum_is_refused(tmp_path: Path, name: str, what: str, 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Numpy", "numbers of numpy"),
+        ("OwnGenerator", "draws from a generator of its own"),
         ("Stateful", "keeps state between calls"),
         ("InPlace", "changes 'x' of its batch in place"),
         ("MeanMetric", "what evaluation reports depends on how rows are cut into batches"),
@@ -189,9 +196,9 @@ def test_what_is_odd_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str],
     assert said in note
 
 
-@pytest.mark.parametrize("name", ["Sum", "Drawn", "OfRows", "Normed", "Measured"])
+@pytest.mark.parametrize("name", ["Sum", "Drawn", "Numpy", "OfRows", "Normed", "Measured"])
 def test_other_losses_are_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    """Dropout, draws of torch and of rows, and a norm that is made in the loss."""
+    """Dropout, draws of torch, numpy and rows, and a norm that is made in the loss."""
     shardtune.train(with_evaluation(recipe(tmp_path, name)))
     assert noted(capfd) == []
 

@@ -39,7 +39,7 @@ def test_each_row_is_dealt_once() -> None:
 def line(number: int, rank: int, ranks: int, loss: float = 1.0) -> str:
     micro_batches = [{"rows": [2 * number + rank], "digest": f"{number}{rank}"}]
     place = {"from": [0, 2 * number - 2], "to": [0, 2 * number], "rows": [2 * number, 2 * number + 1]}
-    values = {"metrics": {"train/loss": loss.hex(), "train/grad_norm": (2.0).hex()}, "drawn": {}}
+    values = {"metrics": {"train/loss": loss.hex(), "train/grad_norm": (2.0).hex()}}
     return json.dumps({"step": number, "ranks": ranks, **place, "micro_batches": micro_batches, **values}) + "\n"
 
 
@@ -73,7 +73,7 @@ def test_the_first_difference_is_named(tmp_path: Path) -> None:
 
 
 def test_steps_that_take_no_rows_or_return_no_norm_are_skipped_with_the_reason(tmp_path: Path) -> None:
-    values = {"metrics": {"train/loss": (1.0).hex()}, "drawn": {}}
+    values = {"metrics": {"train/loss": (1.0).hex()}}
     (tmp_path / "rank0.jsonl").write_text(json.dumps({"step": 1, "ranks": 1, **values}) + "\n")
     with pytest.raises(Skipped, match="takes no batch from"):
         read_evidence(tmp_path)

@@ -56,7 +56,7 @@ def test_a_run_that_is_continued_is_the_uninterrupted_one(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("worker", "words"),
     [
-        pytest.param("DrawsFromPython", "in step 2: train/loss ", id="draws", marks=pytest.mark.slow),
+        pytest.param("DrawsForItself", "in step 2: train/loss ", id="draws", marks=pytest.mark.slow),
         pytest.param("ForgetsASlot", "after step 2: the weights ", id="slot"),
     ],
 )
@@ -64,7 +64,11 @@ def test_what_is_not_in_the_checkpoint_is_named(tiny: Tiny, worker: str, words: 
     found = check(tiny, "resume", worker, steps=2)
     assert found.outcome == "failed", found
     assert words in found.text
-    assert ("Python's random module" in found.text) == (worker == "DrawsFromPython")
+
+
+def test_draws_of_the_global_generators_are_repeated(tiny: Tiny) -> None:
+    found = check(tiny, "resume", "DrawsFromPython", steps=2)
+    assert found.outcome == "passed", found
 
 
 @pytest.mark.slow  # twelve processes; test_layouts and test_order hold the same in one
