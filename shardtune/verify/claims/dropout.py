@@ -20,6 +20,8 @@ DEPTH = ("DropPath", "StochasticDepth")
 """Ends of the names of layers that leave out branches of rows in training: transformers', timm's, torchvision's."""
 LAYERS = "layerdrop"
 """In the names of settings by which whole layers are left out in training, of modules or of their configs."""
+MASKS = {"apply_spec_augment": ("mask_time_prob", "mask_feature_prob")}
+"""Settings of configs that hide parts of a sound in training (SpecAugment), and the shares that they hide."""
 PLUGIN = "shardtune.verify.claims.no_dropout"
 """A recipe's plugin that switches it off in a whole process."""
 
@@ -27,30 +29,31 @@ PLUGIN = "shardtune.verify.claims.no_dropout"
 def drops(model: nn.Module) -> bool:
     """Whether a model has layers that drop."""
     dropout = any(isinstance(module, DropoutBase) and module.p for module in model.modules())
-    return dropout or any(_is_depth(module) or _layer_settings(module) for module in model.modules())
+    return dropout or any(_is_depth(module) or _settings_of(module) for module in model.modules())
 
 
 def _is_depth(module: nn.Module) -> bool:
     return type(module).__name__.endswith(DEPTH)
 
 
-def _layer_settings(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """The attributes by which a module leaves out layers, each with the object's attributes that has it."""
+def _settings_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """The attributes by which a module leaves out layers or hides input, each with those of the object that has it."""
     own, config = vars(module), vars(module).get("config")
     holders = [own, vars(config)] if isinstance(config, PretrainedConfig) else [own]
     return [
         (holder, name)
         for holder in holders
         for name, value in holder.items()
-        if LAYERS in name and isinstance(value, float) and value > 0
+        if (LAYERS in name and isinstance(value, float) and value > 0)
+        or (name in MASKS and value is True and any(holder.get(share) for share in MASKS[name]))
     ]
 
 
-def _keep_layers(module: nn.Module) -> list[tuple[dict[str, Any], str, float]]:
-    """Let a module compute all its layers; what was set, to be set again."""
-    found = [(holder, name, holder[name]) for holder, name in _layer_settings(module)]
-    for holder, name, _ in found:
-        holder[name] = 0.0
+def _keep_all(module: nn.Module) -> list[tuple[dict[str, Any], str, object]]:
+    """Let a module compute all its layers, of all its input; what was set, to be set again."""
+    found = [(holder, name, holder[name]) for holder, name in _settings_of(module)]
+    for holder, name, value in found:
+        holder[name] = False if value is True else 0.0
     return found
 
 
@@ -84,11 +87,11 @@ def _has_dropout(settings: Mapping[object, object]) -> bool:
 
 
 def switch_off() -> None:
-    """From now on torch's dropout passes its input on, its attention drops nothing, no branch or layer is left out."""
+    """From now on torch's dropout passes its input on, attention drops nothing, nothing is left out or hidden."""
     attention, train = F.scaled_dot_product_attention, nn.Module.train
 
     def train_but_depth(self: nn.Module, mode: bool = True) -> nn.Module:
-        _keep_layers(self)
+        _keep_all(self)
         return train(self, mode and not _is_depth(self))
 
     def attend(
@@ -110,7 +113,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     """Inside, it is switched off in a model."""
     dropout, attention, train = F.dropout, F.scaled_dot_product_attention, nn.Module.train
     depth = [module for module in model.modules() if _is_depth(module) and module.training]
-    layers = [found for module in model.modules() for found in _keep_layers(module)]
+    layers = [found for module in model.modules() for found in _keep_all(module)]
     switch_off()
     try:
         for module in depth:

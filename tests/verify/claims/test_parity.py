@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import CLIPVisionConfig, HubertConfig, LlavaConfig, WhisperConfig
+from transformers import CLIPVisionConfig, HubertConfig, HubertModel, LlavaConfig, WhisperConfig
 from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 from transformers.models.hubert.modeling_hubert import HubertEncoder
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -273,6 +273,21 @@ def test_layers_that_are_left_out_by_chance_are_computed(
     assert (len(called), drops(model)) == (1, True)
     model(torch.randn(sound))
     assert len(called) == 1, "outside they are left out as before"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_parts_of_a_sound_that_are_hidden_by_chance_are_heard(share: float) -> None:
+    shape: dict[str, Any] = {"conv_dim": (16,), "conv_kernel": (4,), "conv_stride": (2,), "mask_time_length": 2}
+    silent = {"feat_proj_dropout": 0.0, "num_feat_extract_layers": 1, "num_conv_pos_embeddings": 4}
+    sizes = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = HubertConfig(layerdrop=0.0, mask_time_prob=share, **shape, **silent, **sizes, **NOT_DROPPED)
+    model, sound = HubertModel(config).train(), torch.randn(1, 200)
+    whole = model.eval()(sound).last_hidden_state
+    assert drops(model.train()) is (share > 0)
+    with without_dropout(model):
+        torch.testing.assert_close(model.train()(sound).last_hidden_state, whole)
+    assert config.apply_spec_augment
+    assert torch.equal(model(sound).last_hidden_state, whole) is (share == 0)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
