@@ -18,6 +18,16 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of the processor (torch's, numpy's and Python's) inside; restore them at the end."""
+    with generators_kept():
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+
+
 def seed_generators(seed: int, *, torch_alone: bool = False) -> None:
     """Seed the global generators of torch on all devices, of numpy and of Python.
 

@@ -47,6 +47,11 @@ class MakersInTurn:
         return tuple(batch for maker in self._makers for batch in maker.micro_batches(rows, state))
 
     @property
+    def is_seeded(self) -> bool:
+        """As `BatchMaker.is_seeded`."""
+        return self._makers[0].is_seeded
+
+    @property
     def takes_apart(self) -> bool:
         """As `BatchMaker.takes_apart`."""
         return self._makers[0].takes_apart

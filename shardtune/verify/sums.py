@@ -202,6 +202,10 @@ def check_padding(kit: Kit) -> str:
     padded = [name for name in trial.adapter.padding if name in before.fields]
     if not padded:
         raise Skipped(f"padding names {', '.join(trial.adapter.padding)}, which no row has")
+    if made := _made_beside(trial, before, padded):
+        raise Skipped(
+            f"collate makes {', '.join(made)} of the size of padded rows, which cannot be padded further alone"
+        )
     after = _pad_further(before, {name: trial.adapter.padding[name] for name in padded}, _varying(trial, padded))
     short, long = trial.measure([before]), trial.measure([after])
     for term, total in short.totals.items():
@@ -221,6 +225,16 @@ def check_padding(kit: Kit) -> str:
             remedy="let no padding reach that parameter: embeddings take padding_idx, masks come before the softmax",
         )
     return f"{', '.join(padded)} padded by {FURTHER} more positions: the same losses and gradients"
+
+
+def _made_beside(trial: Trial, batch: Batch, padded: Sequence[str]) -> list[str]:
+    """The fields of a batch that no row has, and that are as long as padded ones."""
+    lengths = {batch.fields[name].shape[1] for name in padded}
+    return [
+        name
+        for name, tensor in batch.fields.items()
+        if name not in trial.samples[0].fields and tensor.ndim > 1 and tensor.shape[1] in lengths
+    ]
 
 
 def _varying(trial: Trial, names: Sequence[str]) -> dict[str, list[int]]:

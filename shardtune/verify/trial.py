@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardtune.batch import Batch, LossSum, Sample
-from shardtune.batch.seeds import derive_seed, seed_generators
+from shardtune.batch.seeds import derive_seed, seed_generators, seeded
 from shardtune.config import Recipe
 from shardtune.data.cache.by_file import rows_to_show
 from shardtune.data.loader.step_loader import DataState, Step, StepLoader
@@ -156,7 +156,7 @@ class Trial:
     def filler(self) -> Batch:
         """The micro-batch of a rank without rows."""
         sample = self.adapter.filler(self.samples[0])
-        return self.adapter.collate([sample], (-1,), dict.fromkeys(self.terms, 0.0))
+        return self._collated([sample], (-1,), dict.fromkeys(self.terms, 0.0))
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -177,9 +177,16 @@ class Trial:
         places = np.asarray(rows, np.int64)
         return {term: float(values[places].sum()) for term, values in self._rows.term_weights.items()}
 
-    def batch(self, rows: Sequence[int]) -> Batch:
-        """The micro-batch of some rows."""
-        return self.adapter.collate([self.samples[row] for row in rows], list(rows), self.indexed_weights(rows))
+    def batch(self, rows: Sequence[int], seed: int = 0) -> Batch:
+        """The micro-batch of some rows; `seed` is that of what `collate` draws."""
+        samples = [self.samples[row] for row in rows]
+        return self._collated(samples, list(rows), self.indexed_weights(rows), seed)
+
+    def _collated(
+        self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float], seed: int = 0
+    ) -> Batch:
+        with seeded(derive_seed(seed, rows[0], "verify")), self.draws():
+            return self.adapter.collate(samples, rows, weights)
 
     def loaded(self, rows: Sequence[int]) -> Batch:
         """The micro-batch of rows, or of none, as the loader makes it in a step of all rows."""
@@ -188,7 +195,7 @@ class Trial:
         if companion is not None and len(companion.joined(self.samples)) == len(self.samples):
             samples = companion.joined(samples)
         numbers = [*rows, *[-1] * (len(samples) - len(rows))]
-        return adapter.collate(samples, numbers, self.indexed_weights(rows))
+        return self._collated(samples, numbers, self.indexed_weights(rows))
 
     def batch_of(self, samples: Sequence[Sample]) -> Batch:
         """The micro-batch of samples that are not rows of the case."""
@@ -196,7 +203,7 @@ class Trial:
         for sample in samples:
             for term, weight in self.weigh(sample).items():
                 weights[term] = weights.get(term, 0.0) + float(weight)
-        return self.adapter.collate(list(samples), list(range(len(samples))), weights)
+        return self._collated(list(samples), list(range(len(samples))), weights)
 
     def forwards(self, rows: Sequence[int]) -> list[list[int]]:
         """Rows grouped by forward pass: all together if the adapter allows it, otherwise one by one."""
@@ -279,10 +286,11 @@ class Trial:
         return found
 
     def _randomness(self) -> str | None:
-        batch = self.batch(self.forwards(range(self.num_rows))[0])
+        rows = self.forwards(range(self.num_rows))[0]
         with torch.no_grad():
             first, again, other = (
-                {term: loss.total.item() for term, loss in self.losses(batch, seed).items()} for seed in (0, 0, 1)
+                {term: loss.total.item() for term, loss in self.losses(self.batch(rows, seed), seed).items()}
+                for seed in (0, 0, 1)
             )
         if not same(first, again):
             return f"the same rows give {shown(first)} and then {shown(again)} with the same seed (see repeat)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,19 @@ class Tokens(Adapter):
     def examples(self) -> list[Row]:
         numbers = draw()
         return [{"tokens": numbers.integers(1, 11, 4 + row % 4).tolist()} for row in range(ROWS)]
+
+
+class Masked(Tokens):
+    """Hides tokens that it draws where a micro-batch is made."""
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
+        batch = super().collate(samples, rows, weights)
+        tokens = batch["tokens"]
+        return replace(batch, fields={**batch.fields, "hidden": torch.rand(tokens.shape) < 0.3})
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        hidden = batch["tokens"].masked_fill(batch["hidden"], 0)
+        return super().loss(model, replace(batch, fields={**batch.fields, "tokens": hidden}))
 
 
 class Encoder(Adapter):

@@ -54,6 +54,14 @@ def test_a_healthy_adapter_passes(name: str, skipped: set[str]) -> None:
     assert {result.name for result in report.results if result.outcome == "skipped"} == skipped | PROCESSES
 
 
+def test_what_is_drawn_where_micro_batches_are_made_is_repeated() -> None:
+    report = verify(HEALTHY, "Masked", "sums", "padding", "repeat", "resume", "parity")
+    outcomes = {result.name: result.outcome for result in report.results}
+    assert outcomes.pop("padding") == "skipped"
+    assert "collate makes hidden of the size of padded rows" in report["padding"].text
+    assert set(outcomes.values()) == {"passed"}, report.failures
+
+
 def test_a_loss_of_all_rows_may_have_a_metric_as_a_term() -> None:
     assert verify(HEALTHY, "ContrastWithMetric", "gradient")["gradient"].outcome == "passed"
 

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from shardtune.batch import Batch, Sample
+from shardtune.batch.seeds import derive_seed, seeded
 from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, fillers, pack
 from shardtune.data.loader.prefetch import computed_ahead
 from shardtune.data.loader.protocol import Column, DataState, Step, supervised
@@ -121,6 +122,7 @@ class BatchMaker:
         rank: this data-parallel rank.
         num_ranks: data-parallel ranks.
         changes: of rows whose place in training is given; None: rows stay as they are.
+        seed: of what a user's code draws while it makes a micro-batch; None: none of it does.
     """
 
     def __init__(
@@ -132,7 +134,9 @@ class BatchMaker:
         rank: int = 0,
         num_ranks: int = 1,
         changes: Changes | None = None,
+        seed: int | None = None,
     ) -> None:
+        self._seed = seed
         self._data = data
         self._limits = limits
         self._collator = collator
@@ -156,6 +160,11 @@ class BatchMaker:
         calls_all = self._counts(companion.field)[rows] > 0
         parts = [part for part in (rows[~calls_all], rows[calls_all]) if len(part)]
         return tuple(batch for part in parts for batch in self._cut(part, None, state))
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether making a micro-batch seeds the generators of the process."""
+        return self._seed is not None
 
     @property
     def takes_apart(self) -> bool:
@@ -193,7 +202,19 @@ class BatchMaker:
     def _collate(
         self, rows: np.ndarray, any_row: np.int64, companion: Companion | None, state: DataState | None
     ) -> Batch:
-        """The micro-batch of these rows; of none, one that weighs nothing."""
+        """The micro-batch of these rows; of none, one that weighs nothing.
+
+        Draws of a user's code follow from the position of the step and from the micro-batch's first row.
+        """
+        if self._seed is None:
+            return self._collated(rows, any_row, companion, state)
+        place = () if state is None else (state.epoch, state.rows_consumed)
+        with seeded(derive_seed(self._seed, *place, int(rows[0] if len(rows) else any_row), "collate")):
+            return self._collated(rows, any_row, companion, state)
+
+    def _collated(
+        self, rows: np.ndarray, any_row: np.int64, companion: Companion | None, state: DataState | None
+    ) -> Batch:
         terms = self._data.term_weights
         if len(rows):
             samples, numbers = [self._data.row(int(row)) for row in rows], rows.tolist()
@@ -219,6 +240,8 @@ class Maker(Protocol):
 
     def micro_batches(self, rows: np.ndarray, state: DataState | None = None) -> tuple[Batch, ...]: ...
     @property
+    def is_seeded(self) -> bool: ...
+    @property
     def takes_apart(self) -> bool: ...
     def alone(self, row: int | None, state: DataState | None = None) -> Batch: ...
     def denominators(self, rows: np.ndarray) -> dict[str, float]: ...
@@ -232,7 +255,7 @@ class StepLoader:
         order: cuts epochs into steps.
         maker: cuts steps into micro-batches.
         token_term: the loss term whose weight counts supervised tokens, where there is one.
-        num_processes: that prepare steps; 0: a thread of this one does.
+        num_processes: that prepare steps; 0: a thread of this one does, or, where a user's code may draw, nothing does.
 
     Attributes:
         is_counted: whether the rows of an epoch are known without reading files.
@@ -345,6 +368,11 @@ class StepLoader:
         if self._num_processes:
             yield from computed_ahead(self._prepared, self._states(state), self._num_processes)
             return
+        if self._maker.is_seeded:  # a thread would draw from the generators that the step before draws from
+            while True:
+                step = self._prepared(state)
+                yield step
+                state = step.after
         with ThreadPoolExecutor(1, thread_name_prefix="shardtune-loader") as pool:
             upcoming = pool.submit(self._prepared, state)
             while True:

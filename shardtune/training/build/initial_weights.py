@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
-from shardtune.batch.seeds import derive_seed, generators_kept
+from shardtune.batch.seeds import derive_seed, seeded
 from shardtune.checkpoint.module_weights import Supply
 from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import ModelError
@@ -27,16 +24,6 @@ T = TypeVar("T")
 Build = Callable[[], nn.Module]
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """Extensions of weight files, which distinguish them from names on the Hub."""
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch (on the CPU), numpy and Python inside; restore their states afterwards."""
-    with generators_kept():
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        yield
 
 
 def split_source(source: WeightSource, ranks: Ranks, seed: int) -> tuple[dict[str, Path | None], dict[str, Supply]]:

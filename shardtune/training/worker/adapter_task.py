@@ -235,7 +235,14 @@ class AdapterTask(CachedRowsTask):
             filled=self.fills,
         )
         rank, number = ranks.data_rank, ranks.num_data_ranks
-        return BatchMaker(rows, limits, self.adapter, rank=rank, num_ranks=number, changes=changes)
+        seed = self.recipe.runner.seed if self._users_code_makes_batches else None
+        return BatchMaker(rows, limits, self.adapter, rank=rank, num_ranks=number, changes=changes, seed=seed)
+
+    @property
+    def _users_code_makes_batches(self) -> bool:
+        kind = type(self.adapter)
+        methods = (kind.collate, kind.filler, kind.augmented)
+        return not all(method.__module__.startswith("shardtune.") for method in methods)
 
     @property
     def _rows_share_forwards(self) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from shardtune.batch.row_draws import RowDraws
-from shardtune.batch.seeds import derive_seed, generators_kept, seed_generators
+from shardtune.batch.seeds import derive_seed, generators_kept, seed_generators, seeded
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.hf_save import Processor
 from shardtune.config import Recipe, load_recipe
@@ -44,7 +44,6 @@ from shardtune.parallel.ranks import Ranks, join_ranks, leave_ranks, num_ranks
 from shardtune.parallel.weights import Weights
 from shardtune.training.anomalies import Kind
 from shardtune.training.bad_rows import BadPart, BadRows
-from shardtune.training.build.initial_weights import seeded
 from shardtune.training.first_gradients import with_report
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import ROW_DRAWS, optimizer_step, step_metrics

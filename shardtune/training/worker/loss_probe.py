@@ -14,11 +14,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardtune.batch import Batch, Metric, Sample
-from shardtune.batch.seeds import seed_generators
+from shardtune.batch.seeds import seed_generators, seeded
 from shardtune.errors import ModelError
 from shardtune.evaluate.loss import as_metrics
 from shardtune.models.adapter import Adapter, AdapterRoot
-from shardtune.training.build.initial_weights import seeded
 
 REPEATED = {"cpu": 0.0}
 """Relative: the most by which a repeated loss differs; elsewhere kernels add in any order."""
@@ -105,7 +104,7 @@ class _Probe:
         batch = self._batch([0, 1])
         before = {name: tensor.clone() for name, tensor in batch.fields.items()}
         with _new_layers(self._model) as made:
-            self._first = self._losses(batch)
+            self._first = self._losses_of(batch)
         if names := {type(module).__name__: None for module in made if _is_drawn(module)}:
             raise ModelError(
                 f"a layer is made while the loss is computed ({', '.join(names)}), so that its weights are not "
@@ -120,7 +119,7 @@ class _Probe:
                 f"{self._name}.loss changes {', '.join(map(repr, changed))} of its batch in place: what is computed of "
                 "the same batch afterwards, such as metrics, has the changed values; make a new tensor instead"
             )
-        if not self._is_first(self._losses(self._batch([0, 1]))):
+        if not self._is_first(self._losses([0, 1])):
             self._repeats = False
             notes.append(
                 f"{self._name}.loss of the same rows differs from call to call with the same seed: it draws from a "
@@ -131,12 +130,12 @@ class _Probe:
 
     def together(self) -> dict[str, float] | None:
         """The loss of both rows; None where it is drawn, so that it is no sum of two other draws."""
-        drawn = not self._repeats or not self._is_first(self._losses(self._batch([0, 1]), seed=1))
+        drawn = not self._repeats or not self._is_first(self._losses([0, 1], seed=1))
         return None if drawn else self._first
 
     def alone(self) -> list[dict[str, float]]:
         """The loss of each row."""
-        return [self._losses(self._batch([row])) for row in (0, 1)]
+        return [self._losses([row]) for row in (0, 1)]
 
     def odd_metrics(self) -> list[str]:
         """Metrics whose sums and weights do not add up."""
@@ -172,16 +171,20 @@ class _Probe:
         limit = REPEATED.get(self._device.type, ELSEWHERE)
         return all(abs(value - losses[term]) <= limit * abs(value) for term, value in self._first.items())
 
-    def _batch(self, rows: Sequence[int]) -> Batch:
+    def _batch(self, rows: Sequence[int], seed: int = 0) -> Batch:
         samples = [self._samples[row] for row in rows]
         weights = [self._adapter.weights(sample) for sample in samples]
         sums = {term: sum(of[term] for of in weights) for term in weights[0]}
         sums |= {term: weight * len(samples) for term, weight in self._adapter.row_terms().items()}
-        return self._adapter.collate(samples, list(rows), sums).to(self._device)
+        with seeded(seed):
+            return self._adapter.collate(samples, list(rows), sums).to(self._device)
+
+    def _losses(self, rows: Sequence[int], *, seed: int = 0) -> dict[str, float]:
+        """By term, with what `collate` and the loss draw seeded."""
+        return self._losses_of(self._batch(rows, seed), seed)
 
     @torch.no_grad()
-    def _losses(self, batch: Batch, *, seed: int = 0) -> dict[str, float]:
-        """By term."""
+    def _losses_of(self, batch: Batch, seed: int = 0) -> dict[str, float]:
         was_training = self._model.training
         self._model.eval()
         try:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from shardtune.batch.seeds import seeded
 from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.base_weights import fingerprint
 from shardtune.checkpoint.dcp import PendingSave
@@ -50,7 +51,7 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.unfit_parameters import check_saved, check_shapes, check_trained
 from shardtune.parallel.weights import Weights
-from shardtune.training.build.initial_weights import directory_of, seeded
+from shardtune.training.build.initial_weights import directory_of
 from shardtune.training.build.lora import (
     adapt,
     begin_adapter,

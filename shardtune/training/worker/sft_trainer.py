@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.batch.seeds import seeded
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import names_in
 from shardtune.data.loader.padding import ATTENTION_MASK, INPUT_IDS, LABELS, WEIGHTS
@@ -20,7 +21,6 @@ from shardtune.data.user_loader.batch import rows_of, with_names
 from shardtune.errors import ConfigError, DataError, ModelError
 from shardtune.models.adapter import Adapter
 from shardtune.models.causal_lm import CausalLM
-from shardtune.training.build.initial_weights import seeded
 from shardtune.training.train_output import TERM, TrainOutput
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.logps import get_batch_logps, target_weight

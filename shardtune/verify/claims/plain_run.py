@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardtune.batch import TOKENS, Batch, PackedBatch, Sample
-from shardtune.batch.seeds import derive_seed, seed_generators
+from shardtune.batch.seeds import derive_seed, seed_generators, seeded
 from shardtune.checkpoint.quantized.scheme import BITSANDBYTES, quantization_of
 from shardtune.config import ModelConfig, Recipe
 from shardtune.config.parameter_patterns import as_pattern
@@ -212,8 +212,12 @@ class PlainSide:
     def _sample(self, seed: int = 0) -> dict[str, float]:
         """The loss of the first row or batch, by term."""
         step = next(iter(islice(self.worker.loader.steps(DataState()), 1)))
-        whole = isinstance(self.adapter, WholeStepAdapter)
-        part = step.micro_batches[0] if whole or not self.numbers_rows else self._row(int(step.rows[0]))
+        part: MicroBatch = step.micro_batches[0]
+        if isinstance(self.adapter, WholeStepAdapter):
+            with seeded(seed):
+                (part,), _ = self._whole_step(self.adapter, step.rows.tolist())
+        elif self.numbers_rows:
+            part = self._row(int(step.rows[0]), DataState(seed))
         seed_generators(derive_seed(seed, 0, 0, 0, "verify"))
         return {term: total.item() for term, total in self._losses(part, 0).items()}
 
@@ -247,10 +251,11 @@ class PlainSide:
         del self.worker  # trained by now
         return PlainRun(log, folder)
 
-    def _row(self, row: int) -> Batch:
+    def _row(self, row: int, state: DataState | None = None) -> Batch:
+        """A row alone; what its adapter's `collate` draws follows from `state`."""
         loader = self.worker.loader
         assert isinstance(loader, StepLoader)
-        return loader.alone(row)
+        return loader.alone(row, state)
 
     def _parts(self, evidence: Evidence) -> Parts:
         adapter = self.adapter

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -223,6 +223,54 @@ def test_draws_of_the_global_generators_follow_from_seed_and_step(folder: Path) 
     assert globally_drawn(str(folder), 50) == (losses, evaluations)
     first, second = run_ranks(globally_drawn, 2, str(folder), 0)
     assert first == second == run_ranks(globally_drawn, 2, str(folder), 50)[0]
+
+
+class Hiding(Paths):
+    """Hides parts of paths as drawn where micro-batches are made, and drops others in its loss."""
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
+        batch = super().collate(samples, rows, weights)
+        kept = torch.rand_like(batch["path"]) * np.random.rand() * random.random()
+        return replace(batch, fields={"path": batch["path"] * kept})
+
+    def errors(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return super().errors(model, replace(batch, fields={"path": F.dropout(batch["path"], 0.3)}))
+
+
+class HidingAhead(Hiding):
+    """In processes."""
+
+    prepares_in_processes = True  # pyright: ignore[reportAssignmentType]
+
+
+def hidden(folder: str, kind: str, processes: int, stop: bool) -> list[float]:
+    """Losses of three steps and an evaluation; with `stop` the worker is left after a step, and another one goes on."""
+    values = recipe(Path(folder), kind, 2)
+    values["data"]["num_workers"] = processes
+    worker = SFTWorker(load_recipe(values), report=quiet)
+    worker.setup()
+    found = [worker.run_training()["train/loss"]]
+    if stop:
+        saved = Path(folder) / f"hidden-{kind}-{processes}-{worker.ranks.world_size}"
+        worker.save_checkpoint(saved, 1)
+        worker.release()
+        worker = SFTWorker(load_recipe(values), report=quiet)
+        worker.setup()
+        worker.load_checkpoint(saved)
+        torch.rand(3)
+    found += [worker.run_training()["train/loss"] for _ in range(2)]
+    found += list(worker.run_eval().values())
+    worker.release()
+    return found
+
+
+def test_draws_where_micro_batches_are_made_follow_from_their_place(folder: Path) -> None:
+    expected = hidden(str(folder), "Hiding", 0, False)
+    assert len(set(expected)) == len(expected)
+    assert hidden(str(folder), "Hiding", 0, True) == expected
+    assert hidden(str(folder), "HidingAhead", 2, True) == expected
+    first, second = run_ranks(hidden, 2, str(folder), "Hiding", 0, False)
+    assert first == second == run_ranks(hidden, 2, str(folder), "Hiding", 0, True)[0]
 
 
 class Uneven(Paths):

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.lengthy
 
 CODE = """\
 import random
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -74,6 +75,13 @@ class Stateful(Sum):
 class Drawn(Sum):
     def total(self, model, batch):
         return F.mse_loss(model(batch["x"] + torch.randn_like(batch["x"])), batch["y"], reduction="sum")
+
+
+class DrawnInCollate(Sum):
+    def collate(self, samples, rows, weights):
+        batch = super().collate(samples, rows, weights)
+        x = batch["x"]
+        return replace(batch, fields={**batch.fields, "x": x + torch.randn_like(x) * np.random.rand()})
 
 
 class OfRows(Sum):
@@ -196,7 +204,7 @@ def test_what_is_odd_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str],
     assert said in note
 
 
-@pytest.mark.parametrize("name", ["Sum", "Drawn", "Numpy", "OfRows", "Normed", "Measured"])
+@pytest.mark.parametrize("name", ["Sum", "Drawn", "DrawnInCollate", "Numpy", "OfRows", "Normed", "Measured"])
 def test_other_losses_are_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
     """Dropout, draws of torch, numpy and rows, and a norm that is made in the loss."""
     shardtune.train(with_evaluation(recipe(tmp_path, name)))
