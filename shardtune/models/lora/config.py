@@ -73,6 +73,7 @@ def fresh_config(
     if isinstance(made.target_modules, list) and len(in_layers(config, names)) == len(names):
         # Otherwise PEFT would refuse them or leave out a module that is named in full; the names alone say the same.
         made.layers_to_transform, made.layers_pattern = config.layers_to_transform, config.layers_pattern or None
+    notes += _parted(model, names)
     parameters = [
         name
         for name, _ in model.named_parameters()
@@ -199,6 +200,22 @@ def _shared(model: nn.Module) -> set[nn.Parameter]:
     """The parameters that have several names."""
     names = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in names.items() if count > 1}
+
+
+def _parted(model: nn.Module, names: list[str]) -> list[str]:
+    """Notes on adapted layers of a plain module whose weight has other names; models of transformers are untied."""
+    if isinstance(model, PreTrainedModel):
+        return []
+    notes, named = [], list(model.named_parameters(remove_duplicate=False))
+    for layer in names:
+        for own in model.get_submodule(layer).parameters(recurse=False):
+            others = [name for name, parameter in named if parameter is own and name.rpartition(".")[0] != layer]
+            if others:
+                notes.append(
+                    f"LoRA on {layer} does not reach {', '.join(others)}, the same weight under another name: a merged "
+                    "export has both, and is to be loaded into a module in which they are two weights"
+                )
+    return notes
 
 
 def _matched(model: nn.Module, pattern: str, notes: list[str]) -> list[str]:

@@ -421,6 +421,22 @@ def test_modules_trained_in_full_stay_what_they_are_and_bring_what_they_share() 
     assert adapter_config(model).modules_to_save == ["lm_head", "model.embed_tokens"]
 
 
+class Tied(nn.Module):
+    """A module whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_note_says_that_a_tied_weight_of_a_plain_module_is_two_when_merged() -> None:
+    (note,) = attach_adapter(Tied(), LoraConfig(r=2, target_modules=["embed"]))
+    assert note.startswith("LoRA on embed does not reach head.weight, the same weight under another name")
+    assert not attach_adapter(empty(tiny_config("qwen2_tied")), LoraConfig(r=2, target_modules=["embed_tokens"]))
+
+
 def test_it_can_be_taken_out_again() -> None:
     model = tiny_model("qwen3_moe")
     before = dict(model.named_parameters())
