@@ -22,10 +22,19 @@ def derive_seed(*parts: int | str) -> int:
 def seeded(seed: int) -> Iterator[None]:
     """Seed the global generators of the processor (torch's, numpy's and Python's) inside; restore them at the end."""
     with generators_kept():
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_processor(seed)
         yield
+
+
+def seed_processor(seed: int) -> None:
+    """Seed the global generators of the processor; no accelerator is looked for, as before a fork none may be.
+
+    Args:
+        seed: in [0, 2**63).
+    """
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def seed_generators(seed: int, *, torch_alone: bool = False) -> None:

@@ -39,8 +39,9 @@ def predict(
     """Print predictions, a JSON line for each row: a label with its probabilities, a number, a vector, a score, a text.
 
     It is for the tasks that model.model_type names: sequence_classifier, token_classifier, regression, embedding,
-    reranker, seq2seq. Each line has the row's columns and `prediction`, and `truncated` where the row was cut. To rows
-    of --file data.transform and data.columns of the run's recipe are applied first; a text is read as it is.
+    reranker, seq2seq; and for an adapter of your own that has predict_rows. Each line has the row's columns and
+    `prediction`, and `truncated` where the row was cut. To rows of --file data.transform and data.columns of the run's
+    recipe are applied first; a text is read as it is.
 
     **Examples**
 

@@ -198,11 +198,12 @@ def _looking_for_draws(encoder: Encoder, drawn: list[str]) -> Callable[[Row], st
 
 def _note_on_draws(part: str, *, compared: bool) -> str:
     """The note; `compared`: whether a run that continues compares its rows with those of its checkpoint."""
-    without = "is refused" if compared else "has another"
+    without = "is refused" if compared else "has other rows"
     return (
         f"encode of the model's adapter gives another {part} {DRAWS}, and each row is encoded once, into "
-        f"data.cache_dir: every epoch has the same draw, and a run that continues without this cache {without}. To "
-        "draw anew in each step, repeatably: batch.rand_like and batch.randn_like in loss"
+        "data.cache_dir: every epoch has the same draw. Draws of the global generators of torch, numpy and Python "
+        f"follow from the row; with those of others a run that continues without this cache {without}. To draw anew in "
+        "each step, repeatably: batch.rand_like and batch.randn_like in loss"
     )
 
 

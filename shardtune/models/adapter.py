@@ -156,6 +156,22 @@ class Adapter(ABC):
             remedy="write its method predictions(model, batch), which yields Prediction(outputs, targets, weights)",
         )
 
+    def encode_input(self, row: Row) -> Sample:
+        """A row without its target, for `predict_rows`; by default as `encode`, which may need the target."""
+        return self.encode(row)
+
+    def predict_rows(self, model: nn.Module, batch: Batch) -> Sequence[object] | torch.Tensor:
+        """What the model predicts for the rows of a batch, for `shardtune predict`. By default there is no such thing.
+
+        Returns:
+            A tensor [rows, ...], or a value for each row: a number, a text, a tensor, a list or a dict of such.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} predicts nothing for single rows",
+            where=f"{type(self).__name__}.predict_rows",
+            remedy="write it: predict_rows(self, model, batch) returns a tensor [rows, …], or a value for each row",
+        )
+
     def initial_weights(self) -> WeightSource:
         """The weights to start from: a state dict, a dict of functions that make its tensors, a file or directory, or
         None for those of the module's constructor. By default `actor.model.model_path`, if it is given."""
@@ -318,6 +334,11 @@ class Adapter(ABC):
         """The module that is sharded."""
         compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
         return AdapterRoot(self, model)
+
+    @property
+    def predicts_rows(self) -> bool:
+        """Whether it has a `predict_rows`."""
+        return type(self).predict_rows is not Adapter.predict_rows
 
     @property
     def predicts(self) -> bool:
@@ -546,7 +567,7 @@ class AdapterRoot(nn.Module):
         measure: the recipe's metrics of evaluation, which are computed from predictions.
     """
 
-    entry_points: ClassVar[Sequence[str]] = ("evaluate",)
+    entry_points: ClassVar[Sequence[str]] = ("evaluate", "predict")
 
     def __init__(self, adapter: Adapter, model: nn.Module) -> None:
         super().__init__()
@@ -562,6 +583,9 @@ class AdapterRoot(nn.Module):
     def evaluate(self, batch: Batch) -> Evaluation:
         found = self._adapter.evaluate(self.model, batch, self.measure)
         return found if max(batch.rows) >= 0 else Evaluation(_weightless(found.losses), {})
+
+    def predict(self, batch: Batch) -> Sequence[object] | torch.Tensor:
+        return self._adapter.predict_rows(self.model, batch)
 
 
 def _weightless(losses: Mapping[str, LossSum]) -> dict[str, LossSum]:

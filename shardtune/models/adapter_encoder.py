@@ -59,6 +59,7 @@ class RowEncoding(Protocol):
     def from_recipe(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> RowEncoding: ...
     def encoder(self, *, with_prompts: bool) -> Encoder: ...
     def encode(self, row: Row) -> Sample: ...
+    def encode_input(self, row: Row) -> Sample: ...
     def weights(self, sample: Sample) -> Mapping[str, float]: ...
     def encoding_settings(self) -> Mapping[str, Any]: ...
     def take_encoding_settings(self, settings: Mapping[str, Any]) -> None: ...
@@ -86,8 +87,15 @@ class FieldEncoder:
         return _from_recipe, (place, self._recipe.to_dict(), settings, self._tokenizer)
 
     def encode(self, row: Row) -> Sample:
+        return self._encoded(self._adapter.encode, row)
+
+    def encode_input(self, row: Row) -> Sample:
+        """A row without its target."""
+        return self._encoded(self._adapter.encode_input, row)
+
+    def _encoded(self, encode: Callable[[Row], Sample], row: Row) -> Sample:
         try:
-            sample = self._adapter.encode(row)
+            sample = encode(row)
         except (ShardtuneError, RowError, *NEVER_A_ROW):
             raise
         except Exception as error:

@@ -1,19 +1,25 @@
-"""Predictions of a trained task: labels, numbers, vectors, scores or texts for rows without targets."""
+"""Predictions of a trained model for rows without targets: those of a task by name, or of a user's adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardtune.batch import Sample
+from shardtune.batch.seeds import derive_seed, generators_kept, seed_generators
 from shardtune.data.encoder import Row, RowError, caused_by
 from shardtune.data.sources.inference_rows import InferenceRows, dropped_note
 from shardtune.data.sources.resolve import resolve_sources
-from shardtune.errors import ConfigError, DataError
-from shardtune.models.tasks.task import TaskRoot, TextTask
+from shardtune.errors import ConfigError, DataError, ModelError
+from shardtune.models.adapter import Adapter
+from shardtune.models.adapter_encoder import FieldEncoder
+from shardtune.models.tasks.task import TextTask
+from shardtune.training.step import ROW_DRAWS
 from shardtune.training.worker.adapter_task import root_of
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
@@ -35,7 +41,8 @@ def predict(
     report: Callable[[str], None] = silent,
 ) -> Iterator[dict[str, Any]]:
     """For each row its columns and `prediction`, in order; and `truncated` where it was cut at `data.max_length` or at
-    the model's positions. The row's own columns of these names are `given_prediction` and `given_truncated`.
+    the model's positions. The row's own columns of these names are `given_prediction` and `given_truncated`. What a
+    model draws is the same in each call.
 
     Args:
         worker: ready to evaluate.
@@ -44,27 +51,40 @@ def predict(
         report: receives a line about the rows that are dropped, and one about columns that have no part in predictions.
 
     Raises:
-        ConfigError: the model is of no task by name.
+        ConfigError: the model is of no task by name, and its adapter has no `predict_rows`.
+        ModelError: `predict_rows` returned something else than a value for each row.
         DataError: a row cannot be used; names file and row.
     """
-    if not isinstance(worker, SFTWorker) or not isinstance(worker.adapter, TextTask):
-        kind = type(worker.adapter).__name__ if isinstance(worker, SFTWorker) else type(worker).__name__
-        raise ConfigError(
-            f"{kind} is of no task that predicts: those are listed by shardtune models",
-            where="actor.model.model_type",
-            remedy="shardtune generate RUN answers prompts, shardtune act RUN gives actions",
-        )
+    if not isinstance(worker, SFTWorker) or not worker.adapter.predicts_rows:
+        raise _predicts_nothing(worker)
     worker.model.eval()
     actor = worker.recipe.actor
     size = actor.eval_micro_batch_size or actor.micro_batch_size or ROWS_AT_ONCE
-    waiting: list[Encoded] = []
+    size = size if worker.adapter.rows_share_forwards or worker.adapter.rows_of_one_length else 1
+    waiting, done = list[Encoded](), 0
     for one in _encoded(worker, rows, InferenceRows.of(worker.recipe.data, prepared=prepared), report):
         waiting.append(one)
         if len(waiting) == size:
-            yield from _predicted(worker, waiting)
-            waiting = []
+            yield from _predicted(worker, waiting, done)
+            waiting, done = [], done + size
     if waiting:
-        yield from _predicted(worker, waiting)
+        yield from _predicted(worker, waiting, done)
+
+
+def _predicts_nothing(worker: FSDPSftWorker) -> ConfigError:
+    kind = type(worker.adapter) if isinstance(worker, SFTWorker) else type(worker)
+    remedy = "shardtune generate RUN answers prompts, shardtune act RUN gives actions"
+    if not kind.__module__.startswith("shardtune."):
+        remedy = (
+            f"write {kind.__name__}.predict_rows(model, batch), which returns a value for each row"
+            if isinstance(worker, SFTWorker)
+            else "load final/ in code of your own, as a worker of your own reads its rows itself"
+        )
+    return ConfigError(
+        f"{kind.__name__} is of no task that predicts: those are listed by shardtune models",
+        where="actor.model.model_type",
+        remedy=remedy,
+    )
 
 
 def _encoded(
@@ -73,10 +93,14 @@ def _encoded(
     reading: InferenceRows,
     report: Callable[[str], None],
 ) -> Iterator[Encoded]:
-    assert isinstance(worker.adapter, TextTask)
+    adapter = worker.adapter
+    sample = _of_task(adapter) if isinstance(adapter, TextTask) else _of_fields(adapter)
     spec = str(rows) if isinstance(rows, str | Path) else [dict(row) for row in rows]
     data = worker.recipe.data.model_copy(update={"transform": None, "columns": {}})
-    dropped, unread = 0, dict[str, None]()
+    dropped, unread, remedy = 0, dict[str, None](), "mend the row, or take it out"
+    if type(adapter).encode_input is Adapter.encode_input:
+        kind = type(adapter).__name__
+        remedy = f"mend the row; if it lacks its target alone, write {kind}.encode_input(row), which leaves that out"
     for source in resolve_sources(spec, data, purpose="eval", name_format=lambda row: "rows", report=silent):
         for file in source.files:
             for number, row in source.rows(file):
@@ -86,11 +110,11 @@ def _encoded(
                         raise row
                     prepared = reading.read(row, where)
                     if prepared is not None:
-                        yield prepared, *_sample(worker.adapter, prepared)
-                        unread |= dict.fromkeys(worker.adapter.without_part(prepared))
+                        yield prepared, *sample(prepared)
+                        unread |= dict.fromkeys(adapter.without_part(prepared) if isinstance(adapter, TextTask) else ())
                 except Exception as error:  # a tokenizer may raise anything for what it does not expect
                     reason = caused_by(error, row).reason
-                    raise DataError(reason, where=where, remedy="mend the row, or take it out") from error
+                    raise DataError(reason, where=where, remedy=remedy) from error
                 dropped += prepared is None
     if dropped:
         report(dropped_note(dropped))
@@ -98,19 +122,74 @@ def _encoded(
         report(f"columns that are not read for predictions: {', '.join(map(str, unread))}")
 
 
-def _sample(adapter: TextTask, row: Row) -> tuple[Sample, bool]:
-    """A row for the model, and whether it was cut."""
-    whole = adapter.encode_input(row)
-    sample = adapter.encoder(with_prompts=False).within(whole)
-    return sample, sample.size < whole.size
+def _of_task(adapter: TextTask) -> Callable[[Row], tuple[Sample, bool]]:
+    """Makes a row one for the model, and whether it was cut."""
+    encoder = adapter.encoder(with_prompts=False)
+
+    def sample(row: Row) -> tuple[Sample, bool]:
+        whole = adapter.encode_input(row)
+        fitting = encoder.within(whole)
+        return fitting, fitting.size < whole.size
+
+    return sample
+
+
+def _of_fields(adapter: Adapter) -> Callable[[Row], tuple[Sample, bool]]:
+    """As `_of_task`, of a user's adapter."""
+    encoder = adapter.encoder(with_prompts=False)
+    if not isinstance(encoder, FieldEncoder):
+        raise ConfigError(
+            f"the rows of {type(adapter).__name__} are not read by its encode alone",
+            where=f"{type(adapter).__name__}.predict_rows",
+            remedy="shardtune act RUN gives the actions of a model of robot data",
+        )
+
+    def sample(row: Row) -> tuple[Sample, bool]:
+        whole = encoder.encode_input(row)
+        fitting = encoder.fit(whole)
+        if isinstance(fitting, list):
+            raise RowError(f"it is longer than data.max_length ({whole.size:,} positions), and split in training")
+        return fitting, fitting.size < whole.size
+
+    return sample
 
 
 @torch.no_grad()
-def _predicted(worker: SFTWorker, rows: Sequence[Encoded]) -> Iterator[dict[str, Any]]:
-    task, root = worker.adapter, root_of(worker.model)
-    assert isinstance(task, TextTask)
-    assert isinstance(root, TaskRoot)
-    batch = task.collate([sample for _, sample, _ in rows], range(len(rows)), {}).to(worker.device)
-    for (row, _, is_cut), record in zip(rows, root.predict(batch), strict=True):
+def _predicted(worker: SFTWorker, rows: Sequence[Encoded], done: int) -> Iterator[dict[str, Any]]:
+    """The lines of some rows; `done` is the number of those before them."""
+    adapter, root, seed = worker.adapter, root_of(worker.model), worker.recipe.runner.seed
+    with generators_kept():
+        seed_generators(derive_seed(seed, done, "predict"))
+        batch = adapter.collate([sample for _, sample, _ in rows], range(done, done + len(rows)), {})
+        found = root.predict(replace(batch.to(worker.device), key=derive_seed(seed, ROW_DRAWS)))
+    where = f"{type(adapter).__name__}.predict_rows"
+    values = list(found) if isinstance(found, torch.Tensor | np.ndarray | Sequence) else None
+    if values is None or isinstance(found, str) or len(values) != len(rows):
+        made = f"a {type(found).__name__}" if values is None else f"{len(values)} values"
+        raise ModelError(
+            f"for {len(rows)} rows it returned {made}", where=where, remedy="return a value for each row, in order"
+        )
+    for (row, _, is_cut), value in zip(rows, values, strict=True):
         kept = {f"given_{name}" if name in WRITTEN else name: value for name, value in row.items()}
-        yield {**kept, "prediction": task.prediction(record), **({"truncated": True} if is_cut else {})}
+        yield {**kept, "prediction": _as_json(value, where), **({"truncated": True} if is_cut else {})}
+
+
+def _as_json(value: object, where: str) -> object:
+    """A prediction in types of JSON, tensors and arrays as lists.
+
+    Raises:
+        ModelError: it has no form in JSON.
+    """
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(each, where) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each, where) for each in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ModelError(
+        f"it returned a {type(value).__name__} for a row, which JSON has no form for",
+        where=where,
+        remedy="return numbers, texts, tensors, or lists and dicts of them",
+    )

@@ -250,8 +250,9 @@ class Run:
     @recipe_settings()
     def predict(
         self, rows: Sequence[Mapping[str, Any]], *, checkpoint: str = "final", prepared: bool = False
-    ) -> list[dict[str, Any]]:
-        """What the model of a task by name predicts for each row: a label, a number, a vector, a score, a text.
+    ) -> list[Any]:
+        """What a model predicts for each row: of a task by name a label, a number, a vector, a score or a text; of an
+        adapter of your own what its `predict_rows` returns, tensors as lists.
 
         Args:
             rows: as in training, without targets.
@@ -259,7 +260,7 @@ class Run:
             prepared: the rows are as `data.transform` returns them, with the standard names of columns.
 
         Raises:
-            ConfigError: the model is of no task by name.
+            ConfigError: the model is of no task by name, and its adapter has no `predict_rows`.
             DataError: a row cannot be used, or `data.transform` drops it.
         """
         found = [line["prediction"] for line in self.predictions(rows, checkpoint=checkpoint, prepared=prepared)]

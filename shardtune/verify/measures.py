@@ -4,33 +4,90 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from shardtune.batch import Metric
 from shardtune.evaluate.loss import as_metrics
 from shardtune.models.adapter import Adapter, LanguageModel, WholeStepAdapter
+from shardtune.models.tasks.task import TextTask
 from shardtune.models.user_metrics import Prediction
 from shardtune.verify.kit import Kit
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.trial import CLOSE, Trial, apart
 
 PREDICTED = "predictions"
+SHOWN = 4
+"""Numbers of a prediction in a message."""
 Sums = Mapping[str, tuple[float, float]]
 
 
 def check_metrics(kit: Kit) -> str:
-    """Metrics and predictions add up over any split of rows, and predictions are of the loss's targets."""
+    """Metrics and predictions add up over any split, and are of the loss's targets; those of rows are the rows' own."""
     trial = kit.deterministic_trial()
     adapter = trial.adapter
+    by_row = [_check_predicted_rows(trial)] if adapter.predicts_rows and not isinstance(adapter, TextTask) else []
     if isinstance(adapter, WholeStepAdapter):
+        if by_row:
+            return by_row[0]
         raise Skipped("it is evaluated by the loss of all rows of a step alone")
     if not adapter.predicts and not isinstance(adapter, LanguageModel) and type(adapter).metrics is Adapter.metrics:
+        if by_row:
+            return by_row[0]
         raise Skipped("it has neither metrics nor predictions of its own")
     rows = list(range(trial.num_rows))
     alone = _measured(trial, [[row] for row in rows])
     _compare(trial, alone, _measured(trial, trial.forwards(rows)))
     results = [f"{', '.join(sorted(alone))} of {len(rows)} rows, one by one and together"] if alone else []
-    return "; ".join([*results, *(_check_predictions(trial, alone) if adapter.predicts else ())]) or "no metrics"
+    results += [*(_check_predictions(trial, alone) if adapter.predicts else ()), *by_row]
+    return "; ".join(results) or "no metrics"
+
+
+@torch.no_grad()
+def _check_predicted_rows(trial: Trial) -> str:
+    """What is predicted for a row does not depend on the rows beside it."""
+    rows = list(range(trial.num_rows))
+    with trial.draws():
+        alone = [_numbers(value) for row in rows for value in trial.root.predict(trial.batch([row]))]
+        together = [_numbers(value) for part in trial.forwards(rows) for value in trial.root.predict(trial.batch(part))]
+    where = f"{type(trial.adapter).__name__}.predict_rows"
+    if len(alone) != len(rows) or len(together) != len(rows):
+        raise Failed(
+            f"{len(rows)} rows have {len(alone)} predictions one by one and {len(together)} together",
+            where=where,
+            remedy="return a tensor [rows, …], or a value for each row",
+        )
+    for row, (one, other) in enumerate(zip(alone, together, strict=True)):
+        if len(one) != len(other) or any(not _alike(*pair) for pair in zip(one, other, strict=True)):
+            raise Failed(
+                f"the prediction of row {row} is another one alone ({_shown(one)}) than together with all rows "
+                f"({_shown(other)})",
+                where=where,
+                remedy="return values in the order of the rows, of each row alone, without its padding",
+            )
+    return f"predictions of {len(rows)} rows, one by one and together"
+
+
+def _numbers(value: object) -> list[object]:
+    """The numbers and texts of a prediction, in order."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple):
+        return [number for each in value for number in _numbers(each)]
+    return [value]
+
+
+def _alike(one: object, other: object) -> bool:
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return apart(float(one), float(other)) <= CLOSE
+    return one == other
+
+
+def _shown(values: Sequence[object]) -> str:
+    shown = ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in values[:SHOWN])
+    return shown + (", …" if len(values) > SHOWN else "")
 
 
 @torch.no_grad()

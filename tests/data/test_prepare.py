@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -70,6 +72,15 @@ class Noisy(Regressor):
     def encode(self, row: Any) -> Sample:
         sample = super().encode(row)
         return Sample(fields={**sample.fields, "x": sample.fields["x"] + torch.randn(4).numpy()})
+
+
+class Global(Regressor):
+    """Draws from all global generators."""
+
+    def encode(self, row: Any) -> Sample:
+        sample = super().encode(row)
+        noise = torch.randn(4).numpy() + np.random.rand() + random.random()
+        return Sample(fields={**sample.fields, "x": sample.fields["x"] + noise})
 
 
 class Takes(Regressor):
@@ -146,6 +157,41 @@ def test_keys_that_an_adapter_does_not_read_are_named(tmp_path: Path, kind: str,
     assert lines == [f"data: rows: rows of {kind}: x [4], y [2], seen [2]{unread}, 1 file ({rows})"] * 2
 
 
+TRANSFORM = """
+import random
+import numpy as np
+import torch
+
+
+def noisy(row):
+    noise = torch.randn(4).numpy() + np.random.rand() + random.random()
+    return {**row, "x": (np.asarray(row["x"]) + noise).tolist()}
+"""
+
+
+@pytest.mark.parametrize("by", ["encode", "transform"])
+def test_what_is_drawn_for_a_row_is_drawn_again_without_the_cache(tmp_path: Path, by: str) -> None:
+    rows = str(write_rows(tmp_path / "rows.jsonl", [{"x": [1.0] * 4, "y": [0.0] * 2, "seen": [1.0] * 2}] * 3))
+    (tmp_path / "noisy.py").write_text(TRANSFORM)
+    data: dict[str, object] = {"train_data_paths": rows, "num_workers": 0}
+    if by == "transform":
+        data["transform"] = f"{tmp_path / 'noisy.py'}:noisy"
+    model = {"adapter": f"{__file__}:{'Global' if by == 'encode' else 'Regressor'}"}
+    found = []
+    for number in range(2):
+        data["cache_dir"] = str(tmp_path / f"cache{number}")
+        recipe = load_recipe({"runner": {"max_steps": 1}, "actor": {"model": model}, "data": data})
+        adapter = find_adapter(recipe)
+        np.random.seed(number)
+        made = prepare_data(
+            recipe, lambda with_prompts, of=adapter: of.encoder(with_prompts=with_prompts), report=lambda _: None
+        )
+        assert made.train is not None
+        found.append([made.train.row(row).fields["x"].tolist() for row in range(3)])
+    assert found[0] == found[1]
+    assert len({tuple(row) for row in found[0]}) == 3
+
+
 @pytest.mark.parametrize(("kind", "noted"), [("Noisy", 1), ("Takes", 0), ("Regressor", 0)])
 @pytest.mark.parametrize("cache", ["whole", "by_file"])
 def test_an_encode_that_draws(tmp_path: Path, kind: str, noted: int, cache: str) -> None:
@@ -160,8 +206,6 @@ def test_an_encode_that_draws(tmp_path: Path, kind: str, noted: int, cache: str)
     prepare_data(recipe, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), report=said.append)
     lines = [line for line in said if "gives another x each time" in line]
     assert len(lines) == noted
-    without = "is refused" if cache == "whole" else "has another"
-    assert (
-        not noted
-        or f"every epoch has the same draw, and a run that continues without this cache {without}." in lines[0]
-    )
+    without = "is refused" if cache == "whole" else "has other rows"
+    assert not noted or "every epoch has the same draw." in lines[0]
+    assert not noted or f"with those of others a run that continues without this cache {without}." in lines[0]

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 import shardtune
 from shardtune import Sample
@@ -21,11 +21,11 @@ RECORD = {"source": "train", "file": "a.jsonl", "rows": 3, "key": "k"}
 
 
 class Noisy(Regressor):
-    """Draws while it encodes."""
+    """Draws from the system while it encodes."""
 
     def encode(self, row: Any) -> Sample:
         sample = super().encode(row)
-        return Sample(fields={**sample.fields, "x": sample.fields["x"] + torch.randn(4).numpy()})
+        return Sample(fields={**sample.fields, "x": sample.fields["x"] + np.random.default_rng().random(4)})
 
 
 def recipe(folder: Path, kind: str, **runner: object) -> dict[str, Any]:

@@ -289,6 +289,20 @@ class MetricsPredictMasked(Tokens):
         yield Prediction(logits[own], labels[own].clamp(min=0), torch.ones(int(own.sum())))
 
 
+class MetricsPredictPadding(Tokens):
+    """The mean over a row and its padding."""
+
+    def predict_rows(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(batch["tokens"]).mean((1, 2))
+
+
+class MetricsPredictOnce(Tokens):
+    """One value for all rows."""
+
+    def predict_rows(self, model: nn.Module, batch: Batch) -> list[float]:
+        return [float(model(batch["tokens"]).sum())]
+
+
 class MetricsPredictWithoutGraph(Tokens):
     def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
         labels = batch["labels"].flatten()

@@ -176,6 +176,13 @@ class Tokens(Adapter):
         logits = model(batch["tokens"]).flatten(0, 1)[targets]
         yield Prediction(logits, labels[targets], torch.ones(len(logits)))
 
+    def predict_rows(self, model: nn.Module, batch: Batch) -> list[dict[str, object]]:
+        logits, lengths = model(batch["tokens"]), batch.lengths["tokens"].tolist()
+        return [
+            {"words": one[:length].argmax(-1), "last": one[length - 1]}
+            for one, length in zip(logits, lengths, strict=True)
+        ]
+
     def examples(self) -> list[Row]:
         numbers = draw()
         return [{"tokens": numbers.integers(1, 11, 4 + row % 4).tolist()} for row in range(ROWS)]

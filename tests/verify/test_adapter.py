@@ -105,6 +105,8 @@ FAULTS = [
     ("EmptyDivides", "empty", r"without targets \(seen all 0\) gives the term 'value' nan"),
     ("MetricsMean", "metrics", "accuracy is .* over 8 row by row and .* over 1 with all 8 rows together"),
     ("MetricsPredictMasked", "metrics", r"the predictions of 8 rows weigh \d+, their targets \d+ by weights"),
+    ("MetricsPredictPadding", "metrics", r"the prediction of row \d is another one alone \(.*\) than together"),
+    ("MetricsPredictOnce", "metrics", r"8 rows have 8 predictions one by one and 1 together"),
     ("MetricsPredictWithoutGraph", "metrics", r"a loss computed from the predictions \(actor.loss\) has no graph"),
     ("TiesRebinds", "ties", r"mean is \[2\] of torch.float64 when the model is built and \[2\] of torch.bfloat16 now"),
     ("TiesUnsaved", "ties", "the buffer count changes in training and is not saved"),

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from shardtune.batch import Sample
+from shardtune.batch.seeds import derive_seed, generators_kept, seed_processor
 from shardtune.data.cache.entry import EncodedRow, EncodedRows, EntryWriter, Tally
 from shardtune.data.cache.fields import Kinds, kinds_of, require_same_kinds
 from shardtune.data.cache_directory import content_size
-from shardtune.data.encoder import Encoder, NamesUnread, Row, RowDropped, RowError, bad_row, caused_by
+from shardtune.data.encoder import ByUser, Encoder, NamesUnread, Row, RowDropped, RowError, bad_row, caused_by
 from shardtune.data.files.chunk import Chunk
 from shardtune.data.loader.prefetch import ProcessDied, computed_ahead
 from shardtune.data.progress import BuildProgress
@@ -98,10 +99,22 @@ def too_many_bad(label: str, tally: Tally, most: int) -> DataError:
 
 
 def encode_chunk(task: BuildTask, chunk: Chunk, most: int | None = None) -> EncodedRows:
-    """The usable rows of a chunk, and what became of the others; at most the first `most` usable ones."""
+    """The usable rows of a chunk, and what became of the others; at most the first `most` usable ones.
+
+    What a user's code draws for a row follows from the row and its number, so that it is drawn again without the cache.
+    """
+    if not isinstance(task.encoder, ByUser) and task.source.transform is None:
+        return _encode_chunk(task, chunk, most, draws=False)
+    with generators_kept():
+        return _encode_chunk(task, chunk, most, draws=True)
+
+
+def _encode_chunk(task: BuildTask, chunk: Chunk, most: int | None, *, draws: bool) -> EncodedRows:
     tally, kept = Tally(), []
     for number, row in chunk.rows():
         tally.rows += 1
+        if draws and not isinstance(row, RowError):
+            seed_processor(derive_seed(number, _row_digest(row), "encode"))
         try:
             encoded = _encode_row(task, number, row, tally)
             if encoded:

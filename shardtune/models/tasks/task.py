@@ -331,6 +331,9 @@ class TextTask(Adapter):
     def prediction(self, record: Record) -> dict[str, Any]:
         """What the model predicts for a row, as JSON."""
 
+    def predict_rows(self, model: nn.Module, batch: Batch) -> list[object]:
+        return [self.prediction(record) for record in self.records(self.predicted_outputs(model, batch), batch)]
+
     def measured_outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         """The outputs in evaluation; by default those of training."""
         return self.outputs(model, batch)
@@ -341,13 +344,11 @@ class TextTask(Adapter):
 
 
 class TaskRoot(AdapterRoot):
-    """A root that keeps a record of each row while a set is evaluated, and predicts.
+    """A root that keeps a record of each row while a set is evaluated.
 
     Attributes:
         kept: records by the number of the row, while a set is evaluated; None otherwise.
     """
-
-    entry_points = (*AdapterRoot.entry_points, "predict")
 
     def __init__(self, task: TextTask, model: nn.Module) -> None:
         super().__init__(task, model)
@@ -370,10 +371,6 @@ class TaskRoot(AdapterRoot):
             return
         records = self._task.records({name: tensor.detach() for name, tensor in outputs.items()}, batch)
         self.kept |= {row: record for row, record in zip(batch.rows, records, strict=True) if row >= 0}
-
-    def predict(self, batch: Batch) -> list[Record]:
-        """A record for each row of a micro-batch without targets."""
-        return self._task.records(self._task.predicted_outputs(self.model, batch), batch)
 
     @contextmanager
     def keeping(self) -> Iterator[dict[int, Record]]:
