@@ -366,7 +366,8 @@ def _from_torch(tensor: torch.Tensor) -> np.ndarray:
 
 def _reason(error: Exception, row: Row) -> str:
     """The message for an exception in a user's `encode`, with file and line."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = (__file__, str(Path(__file__).with_name("adapter.py")))  # whose encode_input calls encode
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in own]
     place = f" ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames else ""
     if isinstance(error, KeyError):
         return f"the row has no {error.args[0]!r}, it has {', '.join(map(str, row))}{place}"

@@ -157,7 +157,7 @@ def test_values_of_any_form_and_the_rows_columns_are_printed(folder: Path) -> No
         ("Objects", ModelError, "a object for a row, which JSON has no form for"),
         ("Tagger", ConfigError, r"write Tagger\.predict_rows\(model, batch\)"),
         ("Worker", ConfigError, "a worker of your own reads its rows itself"),
-        ("WithTarget", DataError, "the row has no 'label'"),
+        ("WithTarget", DataError, r"the row has no 'label', it has tokens \(own\.py:"),
     ],
 )
 def test_what_has_no_prediction_is_one_message(folder: Path, name: str, error: type[Exception], says: str) -> None:
