@@ -125,8 +125,9 @@ def plain(run: shardtune.Run) -> list[list[float]]:
     return found
 
 
-def test_each_row_has_the_prediction_of_its_own(folder: Path) -> None:
+def test_each_row_has_the_prediction_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = trained(folder, "Scores")
+    assert f"shardtune predict {run.dir} --file rows.jsonl" in "".join(capfd.readouterr())
     expected = plain(run)
     found = run.predict(ROWS)
     for one, other in zip(found, expected, strict=True):

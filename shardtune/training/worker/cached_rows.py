@@ -47,7 +47,6 @@ from shardtune.models.adapter import Adapter, LanguageModel, LanguageRoot, Weigh
 from shardtune.models.adapter_contract import check_value_head
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.pretrained import has_tokenizer, model_directory
-from shardtune.models.tasks.task import TextTask
 from shardtune.models.value_loss import described as trained_on
 from shardtune.optim.build import build_optimizer
 from shardtune.parallel.model_parallel import ModelParallel
@@ -346,7 +345,7 @@ class CachedRowsTask(Task):
 
     @property
     def can_predict(self) -> bool:
-        return isinstance(self.adapter, TextTask)
+        return self.adapter.predicts_rows
 
     def chat_encoder(self) -> ChatEncoder:
         """The encoder of conversations as prompts.
@@ -360,7 +359,7 @@ class CachedRowsTask(Task):
                 f"{type(self.adapter).__name__} describes no language model, so it gives no answers",
                 where="actor.model.adapter",
                 remedy="use shardtune predict RUN"
-                if isinstance(self.adapter, TextTask)
+                if self.can_predict
                 else "use shardtune eval; answers need an adapter that derives from shardtune's LanguageModel",
             )
         return encoder
