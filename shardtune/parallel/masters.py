@@ -3,7 +3,7 @@ and of what a rank holds whole."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardtune.parallel.shown_gradients import Pair, ShownGradients
+from shardtune.parallel.torch_private.tensors import version_of
 
 
 class Masters:
@@ -62,6 +63,24 @@ class Masters:
             computed.data = master.data
         for parameter in self._narrowed:
             parameter.data = parameter.data.to(dtype)
+
+    @torch.no_grad()
+    def written(self, before: Mapping[str, int]) -> list[str]:
+        """The names of those whose parameter that computes is no longer its master, rounded, or was changed in place.
+
+        Args:
+            before: the `versions` of then.
+        """
+        now = self.versions()
+        return [
+            name
+            for name, (computed, master) in self.pairs.items()
+            if now[name] != before[name] or not torch.equal(computed, master.to(computed))
+        ]
+
+    def versions(self) -> dict[str, int]:
+        """How often each parameter that computes has been changed in place, by name."""
+        return {name: version_of(computed) for name, (computed, _) in self.pairs.items()}
 
     def showing_gradients(self) -> AbstractContextManager[None]:
         """Inside, gradients stand at the parameters that compute, too, and what is done with them there counts."""

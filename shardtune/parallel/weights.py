@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -335,6 +335,18 @@ class Weights:
     def overwritten_buffers(self) -> Sequence[str]:
         """The names of buffers that had other values on each rank when they last became those of rank 0."""
         return self._buffers.overwritten
+
+    @contextmanager
+    def noting_written(self, written: list[str]) -> Iterator[None]:
+        """Inside, forwards: at the end the names of those weights are added that they have changed and that are lost.
+
+        Forwards find weights gathered, or rounded from those in full precision, for themselves alone.
+        """
+        parts, before = set[int](), self._masters.versions()
+        with self.whole.noting_written(parts):
+            yield
+        written += [name for name, parameter in self._computed.items() if id(parameter) in parts]
+        written += self._masters.written(before)
 
     def begin_micro_batch(self, last: bool) -> None:
         """Prepare the forward of a micro-batch; after the backward of the last one gradients are reduced over ranks."""

@@ -18,8 +18,9 @@ from shardtune.parallel.generation import alone
 from shardtune.parallel.parts import gather_for_parts
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.same_call import SameCall
-from shardtune.parallel.torch_private.fsdp2 import is_at_rest, without_hooks
+from shardtune.parallel.torch_private.fsdp2 import gathered_parameters, is_at_rest, without_hooks
 from shardtune.parallel.torch_private.operations import without_modes
+from shardtune.parallel.torch_private.tensors import version_of
 from shardtune.parallel.unit_calls import UnitCalls
 
 
@@ -67,6 +68,11 @@ class WholeWeights:
 
     def free(self) -> None:
         """Free gathered weights; the next use gathers them again."""
+
+    @contextmanager
+    def noting_written(self, written: set[int]) -> Iterator[None]:
+        """Inside, the `id`s of this rank's parts of weights that forwards change while they are gathered are added."""
+        yield
 
     # What is common.
 
@@ -186,6 +192,22 @@ class WholeUnits(WholeWeights):
             finally:
                 self._parts.paused = False
                 self.free()
+
+    @contextmanager
+    def noting_written(self, written: set[int]) -> Iterator[None]:
+        before = self._versions()
+        self._parts.written = written  # by value: writes through `.data` leave a version as it was
+        try:
+            yield
+        finally:
+            self._parts.written = None
+        now = self._versions()  # by version: a copy that follows a weight is equal to it at first
+        written.update(part for part, version in now.items() if version != before.get(part, 0))
+
+    def _versions(self) -> dict[int, int]:
+        """How often gathered weights have been changed in place, by the `id` of this rank's part of each."""
+        pairs = [pair for unit in self._units for pair in gathered_parameters(unit).values()]
+        return {id(part): version_of(whole) for whole, part in pairs}
 
     def _count(self) -> int:
         return sum(parameter.numel() for parameter in self._root.parameters() if isinstance(parameter, DTensor))

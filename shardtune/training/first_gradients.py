@@ -1,7 +1,8 @@
 """Looks at the gradients of the first step; later steps cost nothing.
 
 The trained parameters that its backward pass does not reach are named; refused are a loss that differentiates by a
-weight of which a rank has a part, and units that draw other numbers where they are computed again.
+weight of which a rank has a part, units that draw other numbers where they are computed again, and forwards that write
+into weights which they find gathered or rounded for themselves alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def with_report(
     A user's loss that calls `torch.autograd.grad` for a parameter of which each rank has a part is refused: the graph
     holds the gathered weight, so autograd finds None, or zeros (`allow_unused`, `materialize_grads`). So is a backward
     pass with draws of numpy or Python where units are computed again in it: checkpointing restores torch's generators
-    alone, so the units compute other numbers than in the forward pass.
+    alone, so the units compute other numbers than in the forward pass. And so are forwards that write into weights
+    where that is lost.
 
     Args:
         accumulate: of the following steps.
@@ -56,12 +58,16 @@ def with_report(
         seen = _seen(forward, weights.parameters) if users and weights.on_ranks else forward
         after: list[object] = []
         seen = _noting(seen, after) if recomputes else seen
-        totals = accumulate(seen, micro_batches, denominators, weights, **settings)
+        written: list[str] = []
+        with weights.noting_written(written):
+            totals = accumulate(seen, micro_batches, denominators, weights, **settings)
         if compared:  # the same step again, at another loss scale
             return totals
         compared = True
         if after and after.pop() != _generators():
             raise _redrawn()
+        if lost := list(dict.fromkeys(name for names in ranks.gather(written) for name in names)):
+            raise _lost(lost)
         trained = list(weights.trainable())
         zeros = weights.unit_calls.filling.filled - weights.unit_calls.filling.used
         found = ranks.gather(
@@ -103,12 +109,25 @@ def _redrawn() -> ModelError:
     )
 
 
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")
+
+
+def _lost(names: list[str]) -> ModelError:
+    return ModelError(
+        f"the forwards of the first step write into the weights {_some(names)}, which ranks gather for "
+        "each forward anew, or round from those in full precision: what is written is lost",
+        where=names[0],
+        remedy="compute with a changed weight instead (F.linear(x, F.normalize(self.weight))); move weights once a "
+        "step in run_training of a worker, by a method of the model; or train on one rank in fp32",
+    )
+
+
 def _line(missing: list[str], trained: int) -> str:
-    shown = ", ".join(missing[:SHOWN]) + (f" and {len(missing) - SHOWN:,} more" if len(missing) > SHOWN else "")
     return (
-        f"no gradient in the first step for {len(missing):,} of {trained:,} trained parameters: {shown}. The loss of "
-        "its rows does not depend on them; freeze them (model.freeze), or use them in the forward pass; those that the "
-        "code itself moves stay as they are"
+        f"no gradient in the first step for {len(missing):,} of {trained:,} trained parameters: {_some(missing)}. The "
+        "loss of its rows does not depend on them; freeze them (model.freeze), or use them in the forward pass; those "
+        "that the code itself moves stay as they are"
     )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllocMixin,
     DefaultReduceScatter,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor, is_bw
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState, _cast_fp_tensor, is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -136,6 +136,25 @@ def replaced_parameters(module: FSDPModule) -> list[str]:
         held = info.module._parameters.get(info.param_name)
         if not any(held is tensor for tensor in own):
             found.append(info.param_name)
+    return found
+
+
+@torch.no_grad()
+def changed_gathered(module: FSDPModule) -> list[DTensor]:
+    """This rank's parts of those weights of a gathered module, without those inside it, that have other values now than
+    were gathered: in the range of the part."""
+    found = []
+    for each in (each for group in _groups_of(module) if group.is_unsharded for each in group.fsdp_params):
+        own, whole = each.sharded_param.to_local(), each.unsharded_param
+        whole = whole.to_local() if isinstance(whole, DTensor) else whole
+        info, dim = each.mesh_info, each.fsdp_placement.dim
+        if type(own) is not torch.Tensor or own.ndim == 0:  # a class that gathers itself otherwise
+            continue
+        if isinstance(info, FSDPMeshInfo):
+            chunks = whole.chunk(info.shard_mesh_size, dim)
+            whole = chunks[info.shard_mesh_rank] if info.shard_mesh_rank < len(chunks) else whole[:0]
+        if own.numel() and not torch.equal(whole, own.to(whole.device, whole.dtype)):
+            found.append(each.sharded_param)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from shardtune import Adapter, Batch, LossSum, Sample
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.config import load_recipe
-from shardtune.errors import CheckpointError
+from shardtune.errors import CheckpointError, ModelError
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
 
@@ -56,6 +57,13 @@ class Following(Adapter):
         return LossSum(model(batch["x"]).square().sum(), len(batch.rows))
 
 
+class Seeing(Following):
+    """Only a buffer is moved."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        return LossSum(model(batch["x"]).square().sum(), len(batch.rows))
+
+
 class FrozenFollowing(Following):
     """The copy is frozen, so that no checkpoint has it."""
 
@@ -79,11 +87,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def worker(
-    folder: Path, adapter: str, lines: list[str], kind: type[SFTWorker] = SFTWorker, **runner: object
+    folder: Path,
+    adapter: str,
+    lines: list[str],
+    kind: type[SFTWorker] = SFTWorker,
+    model: Mapping[str, object] = MappingProxyType({}),
+    **runner: object,
 ) -> SFTWorker:
     recipe = {
         "actor": {
-            "model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64"},
+            "model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64", **model},
             "optim": {"lr": 0.1},
             "micro_batch_size": 2,
             "global_batch_size": 8,
@@ -187,7 +200,7 @@ def test_what_checkpoints_hold_or_nothing_moves_is_continued_without_a_line(fold
 
 
 def test_ranks_name_the_buffers_that_become_rank_0s(folder: Path) -> None:
-    (lines, at_once, continued), _ = run_ranks(moved, 2, str(folder), "Following")
+    (lines, at_once, continued), _ = run_ranks(moved, 2, str(folder), "Seeing")
     assert at_once == continued
     (line,) = about(lines, "the buffers seen")
     assert "the buffers seen of Twins differ between ranks" in line
@@ -242,4 +255,88 @@ def test_a_worker_moves_weights_once_a_step_on_any_ranks(folder: Path) -> None:
     assert found == expected
     assert len(set(found)) == 4
     for rank in run_ranks(stepwise, 2, str(folder)):
+        assert rank == pytest.approx(expected, rel=1e-12)
+
+
+class Root(nn.Module):
+    """Weights of its own, which all ranks gather for a forward of the whole model, and a copy that follows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        self.slow.lerp_(self.fast, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * (self.fast - self.slow.detach() / 2)).sum(-1)
+
+
+class RootFollowing(Following):
+    """The loss moves the copy, in a step in which it is still equal."""
+
+    def build(self) -> nn.Module:
+        return Root()
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        assert isinstance(model, Root)
+        model.follow()
+        return LossSum(model(batch["x"]).square().sum(), len(batch.rows))
+
+
+class Replacing(Following):
+    """The forward writes into `data`, which torch does not count as a change."""
+
+    def build(self) -> nn.Module:
+        return Root()
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        assert isinstance(model, Root)
+        model.fast.data.mul_(0.5)
+        return LossSum(model(batch["x"]).square().sum(), len(batch.rows))
+
+
+class RootStepwise(RootFollowing):
+    """The loss moves nothing."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        return LossSum(model(batch["x"]).square().sum(), len(batch.rows))
+
+
+def written(folder: str, adapter: str, **model: object) -> str:
+    """The error of a first step."""
+    made = worker(Path(folder), adapter, [], model=model)
+    try:
+        with pytest.raises(ModelError) as error:
+            made.run_training()
+    finally:
+        made.release()
+    return f"{error.value.what}; {error.value.where}"
+
+
+@pytest.mark.parametrize(("adapter", "name"), [("RootFollowing", "slow"), ("Replacing", "fast")])
+def test_what_a_forward_writes_into_weights_that_ranks_gather_for_it_is_refused(
+    folder: Path, adapter: str, name: str
+) -> None:
+    for rank in run_ranks(written, 2, str(folder), adapter):
+        assert "what is written is lost" in rank
+        assert rank.endswith(f"; {name}")
+
+
+def test_what_a_forward_writes_into_weights_that_are_rounded_for_it_is_refused(folder: Path) -> None:
+    assert written(str(folder), "RootFollowing", precision="bf16").endswith("; slow")
+
+
+def root_stepwise(folder: str) -> list[float]:
+    made = worker(Path(folder), "RootStepwise", [], Stepwise, max_epochs=2)
+    losses = [made.run_training()["train/loss"] for _ in range(4)]
+    made.release()
+    return losses
+
+
+def test_a_worker_moves_weights_outside_of_all_units_once_a_step(folder: Path) -> None:
+    expected = root_stepwise(str(folder))
+    assert len(set(expected)) == 4
+    for rank in run_ranks(root_stepwise, 2, str(folder)):
         assert rank == pytest.approx(expected, rel=1e-12)
