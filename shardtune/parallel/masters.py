@@ -3,7 +3,7 @@ and of what a rank holds whole."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -29,6 +29,7 @@ class Masters:
         self._compute = compute
         self.pairs: dict[str, Pair] = {}
         self._narrowed: list[nn.Parameter] = []
+        self._noted: dict[str, int] = {}
         self._hooks: list[RemovableHandle] = []
         self._shown = ShownGradients()
 
@@ -64,23 +65,24 @@ class Masters:
         for parameter in self._narrowed:
             parameter.data = parameter.data.to(dtype)
 
-    @torch.no_grad()
-    def written(self, before: Mapping[str, int]) -> list[str]:
-        """The names of those whose parameter that computes is no longer its master, rounded, or was changed in place.
+    def copy(self) -> None:
+        """Give the parameters that compute the values of their masters."""
+        for computed, master in self.pairs.values():
+            computed.copy_(master)
+        self.note()
 
-        Args:
-            before: the `versions` of then.
-        """
-        now = self.versions()
+    def note(self) -> None:
+        """Note how often each parameter that computes has been changed in place, for `written`."""
+        self._noted = {name: version_of(computed) for name, (computed, _) in self.pairs.items()}
+
+    @torch.no_grad()
+    def written(self) -> list[str]:
+        """The names of those whose parameter that computes was changed since the last note, or has other values."""
         return [
             name
             for name, (computed, master) in self.pairs.items()
-            if now[name] != before[name] or not torch.equal(computed, master.to(computed))
+            if version_of(computed) != self._noted.get(name) or not torch.equal(computed, master.to(computed))
         ]
-
-    def versions(self) -> dict[str, int]:
-        """How often each parameter that computes has been changed in place, by name."""
-        return {name: version_of(computed) for name, (computed, _) in self.pairs.items()}
 
     def showing_gradients(self) -> AbstractContextManager[None]:
         """Inside, gradients stand at the parameters that compute, too, and what is done with them there counts."""

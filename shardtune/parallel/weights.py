@@ -342,11 +342,17 @@ class Weights:
 
         Forwards find weights gathered, or rounded from those in full precision, for themselves alone.
         """
-        parts, before = set[int](), self._masters.versions()
-        with self.whole.noting_written(parts):
+        parts = set[int]()
+        self._masters.note()
+        set_anew = {id(parameter) for name, parameter in self._computed.items() if "base_layer" in name.split(".")}
+        with self.whole.noting_written(parts, set_anew):
             yield
         written += [name for name, parameter in self._computed.items() if id(parameter) in parts]
-        written += self._masters.written(before)
+        written += self._masters.written()
+
+    def unlike_masters(self) -> list[str]:
+        """The names of weights that are rounded from those in full precision, and were changed after a step."""
+        return self._masters.written()
 
     def begin_micro_batch(self, last: bool) -> None:
         """Prepare the forward of a micro-batch; after the backward of the last one gradients are reduced over ranks."""
@@ -432,8 +438,7 @@ class Weights:
         if self.on_ranks:
             self.unit_calls.second.ahead = False  # what was recorded is of other weights
             self.whole.free()
-        for computed, master in self._masters.pairs.values():
-            computed.copy_(master)
+        self._masters.copy()
 
     def restore_model(self) -> None:
         """Restore the model with its weights in full precision, and detach this object's hooks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -70,8 +70,13 @@ class WholeWeights:
         """Free gathered weights; the next use gathers them again."""
 
     @contextmanager
-    def noting_written(self, written: set[int]) -> Iterator[None]:
-        """Inside, the `id`s of this rank's parts of weights that forwards change while they are gathered are added."""
+    def noting_written(self, written: set[int], set_anew: Collection[int]) -> Iterator[None]:
+        """Inside, the `id`s of this rank's parts of weights that forwards change while they are gathered are added.
+
+        Args:
+            written: to which they are added.
+            set_anew: the `id`s of those that forwards write with the same values, as PEFT parametrizes them anew.
+        """
         yield
 
     # What is common.
@@ -194,7 +199,7 @@ class WholeUnits(WholeWeights):
                 self.free()
 
     @contextmanager
-    def noting_written(self, written: set[int]) -> Iterator[None]:
+    def noting_written(self, written: set[int], set_anew: Collection[int]) -> Iterator[None]:
         before = self._versions()
         self._parts.written = written  # by value: writes through `.data` leave a version as it was
         try:
@@ -202,7 +207,7 @@ class WholeUnits(WholeWeights):
         finally:
             self._parts.written = None
         now = self._versions()  # by version: a copy that follows a weight is equal to it at first
-        written.update(part for part, version in now.items() if version != before.get(part, 0))
+        written.update(part for part, version in now.items() if part not in set_anew and version != before.get(part, 0))
 
     def _versions(self) -> dict[int, int]:
         """How often gathered weights have been changed in place, by the `id` of this rank's part of each."""

@@ -13,6 +13,7 @@ from shardtune.evaluate.loss import check_monitors
 from shardtune.optim.build import set_learning_rate
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.frozen_weights import named
 from shardtune.training.worker.own_updates import OwnUpdates, watched
 
 OWN = "shardtune."
@@ -81,7 +82,7 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
             f"reached its end after {state.step} steps and stays there"
         )
     _begin_step(worker)
-    if not state.has_stepped:
+    if first := not state.has_stepped:
         state.begin_first_step()
     updates = OwnUpdates(f"{kind.__name__}.{TRAINING}", state.weights)
     state.own_updates = updates
@@ -97,6 +98,13 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
             updates.report_unused(worker.recipe, worker.report)
     if not state.has_stepped:
         state.check_first_step(worker.report)
+    if first and (lost := [name for names in worker.ranks.gather(state.weights.unlike_masters()) for name in names]):
+        raise ModelError(
+            f"{kind.__name__}.{TRAINING} changes {named(list(dict.fromkeys(lost)))} after the step, of which the model "
+            "has a copy rounded from the weights in full precision: what is written into it is lost",
+            where=lost[0],
+            remedy="train in fp32 (actor.model.precision), or on several ranks, which hold these weights in fp32",
+        )
     return _alike(_named(found, "train", f"{kind.__name__}.{TRAINING}"), worker)
 
 

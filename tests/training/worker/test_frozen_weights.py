@@ -17,6 +17,7 @@ from shardtune.checkpoint.dcp import PendingSave
 from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, ModelError
 from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.reported import training_method
 from tests.support.dist.ranks import run_ranks
 
 
@@ -340,3 +341,17 @@ def test_a_worker_moves_weights_outside_of_all_units_once_a_step(folder: Path) -
     assert len(set(expected)) == 4
     for rank in run_ranks(root_stepwise, 2, str(folder)):
         assert rank == pytest.approx(expected, rel=1e-12)
+
+
+class Slowly(SFTWorker):
+    def run_training(self) -> dict[str, float]:
+        found = super().run_training()
+        with torch.no_grad():
+            self.model.model.slow.mul_(1 - 1e-6)  # in bf16 no value changes
+        return found
+
+
+def test_what_a_worker_writes_into_rounded_weights_is_refused(folder: Path) -> None:
+    made = worker(folder, "RootStepwise", [], Slowly, model={"precision": "bf16"})
+    with pytest.raises(ModelError, match=r"Slowly\.run_training changes slow after the step"):
+        training_method(made)()
