@@ -183,6 +183,12 @@ def unused_workers(recipe: Recipe, worker: FSDPSftWorker) -> list[str]:
             ]
         if not names_in(type(worker).model_provider_func) & READS_MODEL:
             return [f"{MODEL_TYPE} = {name} has no effect: model_provider_func of {named} makes a model of its own"]
+    other = registered_worker(name)
+    if named is None and other is not None and recipe.actor.model.adapter is not None:
+        return [
+            f"{MODEL_TYPE} = {name} is registered for {other.__name__}, which nothing uses: actor.model.adapter is set "
+            f"({WORKER}: file.py:{other.__name__} names a worker beside an adapter)"
+        ]
     found = [kind.__name__ for kind in unnamed_workers(import_plugins(recipe.plugins))]
     if not found or type(worker) is not SFTWorker:
         return []

@@ -183,6 +183,13 @@ def test_a_worker_that_nothing_uses_is_mentioned(tmp_path: Path) -> None:
     assert told.startswith("the plugins define Mine, which nothing uses: actor.model.model_type is causal_lm")
 
 
+def test_a_registered_worker_that_an_adapter_stands_before_is_mentioned(tmp_path: Path) -> None:
+    (tmp_path / "houses.py").touch()
+    given = recipe(tmp_path, REGISTERED + worker(), adapter=f"{tmp_path / 'houses.py'}:Houses")
+    (told,) = unused_workers(given, object.__new__(worker_class(given)))
+    assert "is registered for Mine, which nothing uses: actor.model.adapter is set" in told
+
+
 @pytest.mark.parametrize(
     ("code", "says"),
     [
