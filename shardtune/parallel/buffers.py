@@ -11,6 +11,7 @@ from torch import nn
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private.modules import NormBase, contents, own_persistent_buffers
+from shardtune.parallel.torch_private.tensors import version_of
 
 
 def statistical_norms(model: nn.Module) -> dict[str, NormBase]:
@@ -114,6 +115,33 @@ class Buffers:
         """int64 [buffers]"""
         found = [fingerprint_of(tensor.detach()) for tensor in self.tensors().values()]
         return torch.stack(found).to(self._ranks.device)
+
+
+class UnsavedBuffers:
+    """The buffers that are not persistent, as forwards find them; what replaces one by a new tensor makes a cache.
+
+    Args:
+        model: whose names are used.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._found()
+
+    def changed(self) -> list[str]:
+        """The names of those that have been changed in place since this object was made."""
+        now, before = self._found(), self._before
+        same = (name for name, (buffer, _) in now.items() if name in before and before[name][0] is buffer)
+        return [name for name in same if now[name][1] != before[name][1]]
+
+    def _found(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Each with how often it has been changed in place, by name."""
+        return {
+            f"{prefix}.{key}" if prefix else key: (buffer, version_of(buffer))
+            for prefix, module in self._model.named_modules()
+            for key, buffer in contents(module)[1].items()
+            if buffer is not None and key not in own_persistent_buffers(module)
+        }
 
 
 Form = tuple[torch.Size, torch.dtype]

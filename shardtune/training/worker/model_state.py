@@ -43,6 +43,7 @@ from shardtune.models.mixed_precision import cast_for_layers
 from shardtune.models.new_tokens import check_frozen_rows, grow_embeddings
 from shardtune.optim.build import build_optimizer, recipe_options
 from shardtune.optim.named_class import same_states
+from shardtune.parallel.buffers import UnsavedBuffers
 from shardtune.parallel.direct_use import in_methods, own_methods
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.model_parallel import ModelParallel
@@ -139,6 +140,7 @@ class ModelState:
         self._groups: list[dist.ProcessGroup | None] = []
         self._excluded_from_checkpoint: dict[str, str] = {}
         self._frozen: FrozenWeights | None = None
+        self._unsaved: UnsavedBuffers | None = None
         self.step = 0
         self.in_step = self.has_stepped = False
         self.own_updates: OwnUpdates | None = None
@@ -351,14 +353,16 @@ class ModelState:
         return {parameter: coded.get(parameter, self.weights.shapes[name].numel()) for name, parameter in parameters}
 
     def begin_first_step(self) -> None:
-        """Before a first step, after all that `setup` does: note the frozen weights, which steps may not change."""
+        """Before a first step, after all that `setup` does: note the frozen weights, which steps may not change, and
+        the buffers that no checkpoint holds."""
         self._frozen = FrozenWeights(self.weights, self._ranks)
+        self._unsaved = UnsavedBuffers(self.inner)
 
     def check_first_step(self, report: Callable[[str], None]) -> None:
         """After a first step: refuse what its forwards have made, as before each save, and name what ranks have lost.
 
         Args:
-            report: receives a line, if buffers have become those of rank 0.
+            report: receives a line, if buffers have become those of rank 0, or were changed and are not saved.
 
         Raises:
             ModelError: the model has got parameters or persistent buffers.
@@ -370,6 +374,14 @@ class ModelState:
                 f"the buffers {named(lost)} of {type(self.inner).__name__} differ between ranks after the first step, "
                 "and all ranks go on with those of rank 0: what forwards have made of other ranks' rows is lost. Let "
                 "the forward add it up over ranks before it is written (torch.distributed.all_reduce)"
+            )
+        changed = self._unsaved.changed() if self._unsaved is not None else []
+        self._unsaved = None
+        if changed:
+            report(
+                f"the first step changes the buffers {named(changed)} of {type(self.inner).__name__} in place, which "
+                "are not persistent: no checkpoint holds them, so that a run that continues has their first values, "
+                "and ranks do not agree on them. Leave persistent=False out, unless nothing depends on them later"
             )
 
     # Checkpoints.

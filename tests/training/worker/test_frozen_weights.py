@@ -355,3 +355,30 @@ def test_what_a_worker_writes_into_rounded_weights_is_refused(folder: Path) -> N
     made = worker(folder, "RootStepwise", [], Slowly, model={"precision": "bf16"})
     with pytest.raises(ModelError, match=r"Slowly\.run_training changes slow after the step"):
         training_method(made)()
+
+
+class Unsaved(Twins):
+    """What it has seen is in no checkpoint; a cache is made anew, and belongs to none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("cache", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("cache", x.sum(), persistent=False)
+        return super().forward(x)
+
+
+class SeeingUnsaved(Seeing):
+    def build(self) -> nn.Module:
+        return Unsaved()
+
+
+def test_a_buffer_that_is_changed_and_not_saved_is_named(folder: Path) -> None:
+    lines: list[str] = []
+    made = worker(folder, "SeeingUnsaved", lines)
+    for _ in range(2):
+        made.run_training()
+    (line,) = about(lines, "not persistent")
+    assert "changes the buffers seen of Unsaved in place" in line
