@@ -23,6 +23,7 @@ class Masters:
 
     Attributes:
         pairs: by name, the parameters that compute and their masters.
+        is_watched: whether `note` is to be called after each update.
     """
 
     def __init__(self, compute: torch.dtype) -> None:
@@ -30,6 +31,7 @@ class Masters:
         self.pairs: dict[str, Pair] = {}
         self._narrowed: list[nn.Parameter] = []
         self._noted: dict[str, int] = {}
+        self.is_watched = False
         self._hooks: list[RemovableHandle] = []
         self._shown = ShownGradients()
 
@@ -64,12 +66,6 @@ class Masters:
             computed.data = master.data
         for parameter in self._narrowed:
             parameter.data = parameter.data.to(dtype)
-
-    def copy(self) -> None:
-        """Give the parameters that compute the values of their masters."""
-        for computed, master in self.pairs.values():
-            computed.copy_(master)
-        self.note()
 
     def note(self) -> None:
         """Note how often each parameter that computes has been changed in place, for `written`."""

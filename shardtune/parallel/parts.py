@@ -21,7 +21,6 @@ from shardtune.parallel.torch_private.fsdp2 import (
     Inputs,
     after_forward,
     before_forward,
-    changed_gathered,
     gather_before_backward,
     in_backward,
     is_at_rest,
@@ -72,7 +71,6 @@ def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Cal
     for unit in units:
         unit.register_forward_pre_hook(refuse_replaced, prepend=True)
         unit.register_forward_hook(find_hidden, with_kwargs=True)
-        unit.register_forward_hook(gathering.note_written, prepend=True)  # before FSDP2 frees the weights
     for part in parts:
         part.register_forward_hook(gathering.end, with_kwargs=True, always_call=True)
     root.register_forward_hook(done)
@@ -139,8 +137,6 @@ class Gathering:
 
     Attributes:
         paused: all weights are gathered already.
-        written: the `id`s of this rank's parts of weights that forwards have changed while these were gathered; None:
-            nobody asks.
     """
 
     def __init__(
@@ -155,7 +151,6 @@ class Gathering:
         self._compare = compare
         self._done = done
         self.paused = False
-        self.written: set[int] | None = None
         self._outermost: nn.Module | None = None
         self._depth = 0
         self._owners: dict[nn.Module, FSDPModule] = {}
@@ -187,13 +182,6 @@ class Gathering:
             return called(*args, **kwargs)
 
         return forward
-
-    @_eager
-    def note_written(self, unit: nn.Module, *_: object) -> None:
-        """After the forward of a unit: note which of its gathered weights it has changed."""
-        if self.written is not None and not in_backward():
-            assert isinstance(unit, FSDPModule)
-            self.written.update(map(id, changed_gathered(unit)))
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         """Before the forward of a part, or of a unit, which gathers its own weights."""

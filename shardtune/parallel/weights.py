@@ -350,8 +350,14 @@ class Weights:
         written += [name for name, parameter in self._computed.items() if id(parameter) in parts]
         written += self._masters.written()
 
+    def watch_masters(self, on: bool) -> None:
+        """Note, from now on, weights as they are after each update, or stop that."""
+        self._masters.is_watched = on
+        if on:
+            self._masters.note()
+
     def unlike_masters(self) -> list[str]:
-        """The names of weights that are rounded from those in full precision, and were changed after a step."""
+        """The names of weights that are rounded from full precision, and were changed since they were noted."""
         return self._masters.written()
 
     def begin_micro_batch(self, last: bool) -> None:
@@ -438,7 +444,10 @@ class Weights:
         if self.on_ranks:
             self.unit_calls.second.ahead = False  # what was recorded is of other weights
             self.whole.free()
-        self._masters.copy()
+        for computed, master in self._masters.pairs.values():
+            computed.copy_(master)
+        if self._masters.is_watched:
+            self._masters.note()
 
     def restore_model(self) -> None:
         """Restore the model with its weights in full precision, and detach this object's hooks."""

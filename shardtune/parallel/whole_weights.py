@@ -18,7 +18,14 @@ from shardtune.parallel.generation import alone
 from shardtune.parallel.parts import gather_for_parts
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.same_call import SameCall
-from shardtune.parallel.torch_private.fsdp2 import gathered_parameters, is_at_rest, without_hooks
+from shardtune.parallel.torch_private.fsdp2 import (
+    changed_gathered,
+    gathered_parameters,
+    in_backward,
+    is_at_rest,
+    without_hooks,
+)
+from shardtune.parallel.torch_private.modules import is_compiled
 from shardtune.parallel.torch_private.operations import without_modes
 from shardtune.parallel.torch_private.tensors import version_of
 from shardtune.parallel.unit_calls import UnitCalls
@@ -200,12 +207,21 @@ class WholeUnits(WholeWeights):
 
     @contextmanager
     def noting_written(self, written: set[int], set_anew: Collection[int]) -> Iterator[None]:
+        def note(unit: nn.Module, *_: object) -> None:
+            """By value: writes through `.data` leave a version as it was."""
+            if not in_backward():
+                assert isinstance(unit, FSDPModule)
+                written.update(map(id, changed_gathered(unit)))
+
         before = self._versions()
-        self._parts.written = written  # by value: writes through `.data` leave a version as it was
+        # Before FSDP2's own hook, which frees the weights; a compiled unit would be compiled again for it.
+        plain = [unit for unit in self._units if isinstance(unit, nn.Module) and not is_compiled(unit)]
+        hooks = [unit.register_forward_hook(note, prepend=True) for unit in plain]
         try:
             yield
         finally:
-            self._parts.written = None
+            for hook in hooks:
+                hook.remove()
         now = self._versions()  # by version: a copy that follows a weight is equal to it at first
         written.update(part for part, version in now.items() if part not in set_anew and version != before.get(part, 0))
 

@@ -357,6 +357,7 @@ class ModelState:
         the buffers that no checkpoint holds."""
         self._frozen = FrozenWeights(self.weights, self._ranks)
         self._unsaved = UnsavedBuffers(self.inner)
+        self.weights.watch_masters(True)
 
     def check_first_step(self, report: Callable[[str], None]) -> None:
         """After a first step: refuse what its forwards have made, as before each save, and name what ranks have lost.
@@ -368,6 +369,7 @@ class ModelState:
             ModelError: the model has got parameters or persistent buffers.
         """
         self.has_stepped = True
+        self.weights.watch_masters(self.own_updates is not None)
         self.weights.refuse_added()
         if lost := self.weights.overwritten_buffers:
             report(

@@ -98,7 +98,9 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
             updates.report_unused(worker.recipe, worker.report)
     if not state.has_stepped:
         state.check_first_step(worker.report)
-    if first and (lost := [name for names in worker.ranks.gather(state.weights.unlike_masters()) for name in names]):
+    lost = [name for names in worker.ranks.gather(state.weights.unlike_masters()) for name in names] if first else ()
+    state.weights.watch_masters(False)
+    if lost:
         raise ModelError(
             f"{kind.__name__}.{TRAINING} changes {named(list(dict.fromkeys(lost)))} after the step, of which the model "
             "has a copy rounded from the weights in full precision: what is written into it is lost",
