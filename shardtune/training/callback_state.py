@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from shardtune.errors import ConfigError
 
 
 def as_text(state: object, method: str, where: str) -> str:
-    """The JSON of a state, in which numbers may be infinite or NaN; tuples come back as lists.
+    """The JSON of a state, in which numbers may be infinite or NaN; tuples come back as lists, numpy's numbers as
+    Python's.
 
     Args:
         state: what the callback returned.
@@ -30,6 +33,8 @@ def as_text(state: object, method: str, where: str) -> str:
 def _plain(value: object, place: str, where: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return _plain(value.item(), place, where)
     if isinstance(value, (list, tuple)):
         return [_plain(entry, f"{place}[{index}]", where) for index, entry in enumerate(value)]
     if isinstance(value, Mapping):

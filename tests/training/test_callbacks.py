@@ -535,6 +535,7 @@ def with_state(tmp_path: Path, returned: str) -> Callbacks:
         ("{'a': [1, torch.ones(2)]}", ("Mine0.state_dict()['a'][1] is a Tensor", "tensor.tolist()")),
         ("{'a': {3: 4}}", ("the key 3 of Mine0.state_dict()['a'] is no text", "str(key)")),
         ("{'a': {1, 2}}", ("['a'] is a set", "list(a_set)")),
+        ("{'a': __import__('numpy').longdouble(1)}", ("['a'] is a longdouble",)),
         ("(found := {}).update(a=found) or found", ("Mine0.state_dict failed: RecursionError",)),
         ("1 / 0", ("Mine0.state_dict failed: ZeroDivisionError", "mine0.py:4")),
     ],
@@ -557,6 +558,13 @@ def test_states_are_those_of_their_callbacks_and_bit_for_bit(tmp_path: Path) -> 
     assert callbacks.restore(stored) == []
     assert callbacks.state() == stored
     assert json.loads(stored[0]["state"])["b"] == 0.1 + 0.2
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    of = "__import__('numpy')"
+    values = f"{{'a': {of}.int64(3), 'b': {of}.float32(0.1), 'c': [{of}.bool_(True), {of}.float64('nan')]}}"
+    (stored,) = with_state(tmp_path, values).state()
+    assert stored["state"] == f'{{"a": 3, "b": {float(np.float32(0.1))}, "c": [true, NaN]}}'
 
 
 def test_classes_of_one_name_have_their_own_states(tmp_path: Path) -> None:
