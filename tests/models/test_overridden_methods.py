@@ -55,6 +55,9 @@ class Regressor(Adapter):
     def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
         yield Prediction(model(batch["x"]), batch["y"], torch.ones_like(batch["y"]))
 
+    def predict_rows(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(batch["x"])
+
     def examples(self) -> Sequence[Mapping[str, Any]]:
         return [{"x": [n, 1 - n, n % 3], "y": n} for n in range(8)]
 
@@ -122,20 +125,23 @@ def recipe(folder: Path, adapter: str, **data: Any) -> dict[str, Any]:
 
 
 def test_every_method_of_an_adapter_is_called(tmp_path: Path) -> None:
-    shardtune.train(recipe(tmp_path, "RecordedRegressor", eval={"metrics": [f"{tmp_path}/mine.py:error"]}))
+    run = shardtune.train(recipe(tmp_path, "RecordedRegressor", eval={"metrics": [f"{tmp_path}/mine.py:error"]}))
     in_training = {call.method for call in CALLS}
+    assert len(run.predict([{"x": [1, 2, 3], "y": 0}])) == 1
     report = verify_adapter(f"{__file__}:RecordedRegressor", only=("gradient", "empty"), processes=False, report=print)
     assert not report.failures
     called = {call.method for call in CALLS}
     assert called == set(public_methods(Adapter)) - ELSEWHERE
-    assert called - in_training == {"examples", "may_be_idle", "filler"}  # of the kit, and of ranks without rows
+    of_kit = {"examples", "may_be_idle", "filler"}  # and of ranks without rows
+    assert called - in_training == {*of_kit, "predict_rows", "encode_input"}
     assert misfits(Adapter, CALLS) == []
 
 
 def test_every_method_of_an_adapter_of_whole_steps_is_called(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="works on single targets"):
         shardtune.train(recipe(tmp_path, "RecordedContrastive", eval={"metrics": [f"{tmp_path}/mine.py:error"]}))
-    shardtune.train(recipe(tmp_path, "RecordedContrastive"))
+    run = shardtune.train(recipe(tmp_path, "RecordedContrastive"))
+    assert len(run.predict([{"x": [1, 2, 3], "y": 0}])) == 1
     verify_adapter(f"{__file__}:RecordedContrastive", only=("gradient", "empty"), processes=False, report=print)
     assert {call.method for call in CALLS} == set(CALLED_IN_WHOLE_STEPS)
     assert misfits(WholeStepAdapter, CALLS) == []
