@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
-from shardtune.batch.seeds import generators_kept
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.own_code import named_code, refuse_unnamed
 from shardtune.config.user_code import import_plugins
@@ -35,7 +34,6 @@ RECIPES = (".yaml", ".yml", ".json", ".toml")
 
 
 @recipe_settings()
-@generators_kept()
 def evaluate(
     target: str | Path | None, *overrides: str, checkpoint: str = "final", trust: Sequence[str] = ()
 ) -> dict[str, float]:

@@ -156,7 +156,7 @@ class Run:
             )
         require_same_worker(self)
         folder = self.dir / SAMPLES / Path(checkpoint).name
-        with recipe_settings(), generators_kept():
+        with recipe_settings():
             worker = self.worker(str(checkpoint), *overrides, eval_data=eval_data, episodes_dir=folder)
             if not worker.evaluates:
                 raise nothing_to_evaluate()

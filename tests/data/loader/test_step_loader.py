@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from shardtune.batch import PackedBatch, Sample
 from shardtune.data.loader.order import DataOrder, OrderSource
 from shardtune.data.loader.protocol import supervised
-from shardtune.data.loader.step_loader import BatchMaker, DataState, Limits, Step, StepLoader
+from shardtune.data.loader.step_loader import BatchMaker, DataState, Limits, Packing, Step, StepLoader
 
 
 class Rows:
@@ -129,3 +131,20 @@ def test_documents_without_a_target_fill_micro_batches_up_to_few_sizes() -> None
 def _places(batch: PackedBatch, rows: int) -> list[int]:
     lengths = batch.cu_seqlens.diff()[rows:].tolist()
     return [place for length in lengths for place in range(length)]
+
+
+class Drawing(Packing):
+    """Draws a number for a micro-batch, which stands in place of its row."""
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:
+        return replace(super().collate(samples, rows, weights), key=random.getrandbits(40))
+
+
+def test_what_a_collator_draws_follows_from_epoch_place_and_first_row() -> None:
+    def drawn(state: DataState | None, row: int = 3, seed: int = 1) -> int:
+        return BatchMaker(Rows(9), Limits(3), Drawing(), seed=seed).alone(row, state).key
+
+    states = [None, DataState(), DataState(0, 8), DataState(1, 0)]
+    found = [drawn(state) for state in states]
+    assert found == [drawn(state) for state in states]
+    assert len({*found, drawn(None, 4), drawn(None, 3, 2)}) == 6

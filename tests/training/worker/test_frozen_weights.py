@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -349,6 +350,20 @@ class Slowly(SFTWorker):
         with torch.no_grad():
             self.model.model.slow.mul_(1 - 1e-6)  # in bf16 no value changes
         return found
+
+
+class Twice(SFTWorker):
+    def run_training(self) -> dict[str, float]:
+        super().run_training()
+        return super().run_training()
+
+
+def test_a_worker_may_take_two_steps_at_once_with_rounded_weights(folder: Path) -> None:
+    made = worker(folder, "RootStepwise", [], Twice, model={"precision": "bf16"})
+    train = training_method(made)
+    assert math.isfinite(train()["train/loss"])
+    assert math.isfinite(train()["train/loss"])
+    made.release()
 
 
 def test_what_a_worker_writes_into_rounded_weights_is_refused(folder: Path) -> None:

@@ -203,6 +203,27 @@ def test_what_no_row_has_alone_is_skipped(tmp_path: Path, layer: str, instead: s
         check_parity(runs_of(rows_of_numbers(tmp_path, keys), tmp_path / "runs"))
 
 
+HIDES = """
+import random
+from dataclasses import replace
+import torch
+from tests.support.healthy_adapters import Regressor
+
+
+class Hides(Regressor):
+    def collate(self, samples, rows, weights):
+        batch = super().collate(samples, rows, weights)
+        return replace(batch, fields={**batch.fields, "x": batch["x"] * random.random()})
+"""
+
+
+def test_draws_of_collate_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "hides.py").write_text(HIDES)
+    keys = {"model": {"precision": "fp32", "adapter": f"{tmp_path / 'hides.py'}:Hides"}}
+    with pytest.raises(Skipped, match="draws random numbers from torch, numpy or Python"):
+        check_parity(runs_of(rows_of_numbers(tmp_path, keys), tmp_path / "runs"))
+
+
 def test_the_plain_loop_knows_nothing_of_the_package() -> None:
     tree = ast.parse(Path(plain_loop.__file__).read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
