@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from shardtune import Sample
 from shardtune.config import load_recipe
+from shardtune.data.cache import build
 from shardtune.data.chat import ChatEncoder
 from shardtune.data.chat.template import load_template
 from shardtune.data.prepare import prepare_data
@@ -190,6 +191,23 @@ def test_what_is_drawn_for_a_row_is_drawn_again_without_the_cache(tmp_path: Path
         found.append([made.train.row(row).fields["x"].tolist() for row in range(3)])
     assert found[0] == found[1]
     assert len({tuple(row) for row in found[0]}) == 3
+
+
+@pytest.mark.parametrize("transform", [True, False])
+def test_a_row_is_read_once_for_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transform: bool) -> None:
+    rows = str(write_rows(tmp_path / "rows.jsonl", [{"x": [1.0] * 4, "y": [0.0] * 2, "seen": [1.0] * 2}] * 3))
+    (tmp_path / "noisy.py").write_text(TRANSFORM)
+    data: dict[str, object] = {"train_data_paths": rows, "num_workers": 0, "cache_dir": str(tmp_path / "cache")}
+    if transform:
+        data["transform"] = f"{tmp_path / 'noisy.py'}:noisy"
+    recipe = load_recipe({"actor": {"model": {"adapter": f"{__file__}:Regressor"}}, "data": data})
+    adapter = find_adapter(recipe)
+    digested: list[object] = []
+    digest = build._row_digest
+    monkeypatch.setattr(build, "_row_digest", lambda row: digested.append(row) or digest(row))
+    made = prepare_data(recipe, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), report=lambda _: None)
+    assert made.train is not None
+    assert len(digested) == len(made.train) == 3
 
 
 @pytest.mark.parametrize(("kind", "noted"), [("Noisy", 1), ("Takes", 0), ("Regressor", 0)])

@@ -113,10 +113,8 @@ def _encode_chunk(task: BuildTask, chunk: Chunk, most: int | None, *, draws: boo
     tally, kept = Tally(), []
     for number, row in chunk.rows():
         tally.rows += 1
-        if draws and not isinstance(row, RowError):
-            seed_processor(derive_seed(number, _row_digest(row), "encode"))
         try:
-            encoded = _encode_row(task, number, row, tally)
+            encoded = _encode_row(task, number, row, tally, draws=draws)
             if encoded:
                 _require_fields_of(kept[0] if kept else encoded[0], encoded[0])
         except DataError as error:
@@ -150,10 +148,13 @@ def _within_limit(task: BuildTask, chunk: Chunk, result: EncodedRows | DataError
     return result if room is None or result.tally.kept < room else encode_chunk(task, chunk, room)
 
 
-def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally) -> list[EncodedRow]:
-    """The row encoded, in windows where it is split; nothing of one that is dropped."""
+def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally, *, draws: bool) -> list[EncodedRow]:
+    """The row encoded, in windows where it is split; nothing of one that is dropped. Draws: a user's code may draw."""
     if isinstance(row, RowError):
         raise row
+    digest = _row_digest(row)  # once, as it takes longer than all else where a row has the bytes of an image
+    if draws:
+        seed_processor(derive_seed(number, digest, "encode"))
     prepared = prepare_row(row, task.source)
     if prepared is None:
         tally.filtered.add(number, "")
@@ -197,7 +198,6 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
     tally.note_changed_turns(whole.changed_turns, number)
     tally.left_out_tokens += whole.left_out
     tally.trained_tokens += int(np.count_nonzero(whole.loss_weights))
-    digest = _row_digest(row)
     return [EncodedRow(number, digest, part, weights) for part, weights in kept]
 
 
