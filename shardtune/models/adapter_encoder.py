@@ -102,7 +102,7 @@ class FieldEncoder:
             if isinstance(error, AttributeError) and _is_code(error.obj, self._adapter, row):
                 raise
             raise RowError(_reason(error, row)) from error
-        self._check_sample(sample)
+        self._check_sample(sample, encode.__name__)
         fields = {name: _as_array(name, value) for name, value in sample.fields.items()}
         self._check_padding(fields)
         for name in self._adapter.image_fields:
@@ -113,8 +113,8 @@ class FieldEncoder:
         size = sample.size or max(1, sum(len(fields[name]) for name in self._adapter.padding if name in fields))
         return replace(sample, fields=fields, size=size)
 
-    def _check_sample(self, sample: object) -> None:
-        """Refuse anything from `encode` that is no sample, or an empty one."""
+    def _check_sample(self, sample: object, method: str) -> None:
+        """Refuse anything from `encode` or `encode_input` that is no sample, or an empty one."""
         if not isinstance(sample, Sample):
             found = f"a {type(sample).__name__}, not a Sample"
         elif not isinstance(sample.fields, Mapping) or isinstance(sample.input_ids, Mapping):
@@ -126,8 +126,8 @@ class FieldEncoder:
         else:
             return
         raise ModelError(
-            f"encode returned {found}",
-            where=f"{type(self._adapter).__name__}.encode",
+            f"{method} returned {found}",
+            where=f"{type(self._adapter).__name__}.{method}",
             remedy='return Sample(fields={"name": array, …})',
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shardtune.batch import Sample
-from shardtune.batch.seeds import derive_seed, generators_kept, seed_generators
+from shardtune.batch.seeds import derive_seed, generators_kept, seed_generators, seeded
 from shardtune.data.encoder import Row, RowError, caused_by
 from shardtune.data.sources.inference_rows import InferenceRows, dropped_note
 from shardtune.data.sources.resolve import resolve_sources
@@ -42,7 +42,7 @@ def predict(
 ) -> Iterator[dict[str, Any]]:
     """For each row its columns and `prediction`, in order; and `truncated` where it was cut at `data.max_length` or at
     the model's positions. The row's own columns of these names are `given_prediction` and `given_truncated`. What a
-    model draws is the same in each call.
+    model, `encode_input` and `data.transform` draw is the same in each call.
 
     Args:
         worker: ready to evaluate.
@@ -108,9 +108,11 @@ def _encoded(
                 try:
                     if isinstance(row, RowError):
                         raise row
-                    prepared = reading.read(row, where)
-                    if prepared is not None:
-                        yield prepared, *sample(prepared)
+                    with seeded(derive_seed(worker.recipe.runner.seed, number, "encode")):
+                        prepared = reading.read(row, where)
+                        made = None if prepared is None else sample(prepared)
+                    if prepared is not None and made is not None:
+                        yield prepared, *made
                         unread |= dict.fromkeys(adapter.without_part(prepared) if isinstance(adapter, TextTask) else ())
                 except Exception as error:  # a tokenizer may raise anything for what it does not expect
                     reason = caused_by(error, row).reason

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +19,8 @@ from shardtune.errors import ConfigError, DataError, ModelError
 from tests.support.workspace import run_cli
 
 CODE = """
+import random
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -63,6 +67,20 @@ class WithTarget(Scores):
 
     def encode(self, row):
         return Sample(fields={"tokens": np.asarray(row["tokens"]), "label": np.asarray(row["label"])})
+
+
+class Drawn(Scores):
+    def encode_input(self, row):
+        noise = torch.rand(1).item() + np.random.rand() + random.random()
+        return Sample(fields={"tokens": np.asarray([1 + int(1000 * noise) % 15] * len(row["tokens"]))})
+
+
+class NoSample(Scores):
+    def encode(self, row):
+        return Sample(fields={"tokens": np.asarray(row["tokens"]), "label": np.asarray(row["label"])})
+
+    def encode_input(self, row):
+        return {"tokens": np.asarray(row["tokens"])}
 
 
 class Mean(Tagger):
@@ -155,6 +173,7 @@ def test_values_of_any_form_and_the_rows_columns_are_printed(folder: Path) -> No
     ("name", "error", "says"),
     [
         ("Mean", ModelError, "for 4 rows it returned 3 values"),
+        ("NoSample", ModelError, "encode_input returned a dict, not a Sample"),
         ("Objects", ModelError, "a object for a row, which JSON has no form for"),
         ("Tagger", ConfigError, r"write Tagger\.predict_rows\(model, batch\)"),
         ("Worker", ConfigError, "a worker of your own reads its rows itself"),
@@ -176,3 +195,14 @@ def test_a_row_that_is_cut_is_marked(folder: Path) -> None:
     for row, line, expected in zip(ROWS, lines, whole, strict=True):
         assert line.get("truncated", False) == (len(row["tokens"]) > 3)
         assert (line["prediction"] == pytest.approx(expected, rel=1e-12)) == (len(row["tokens"]) <= 3)
+
+
+def test_what_encode_input_draws_is_the_same_in_each_call_and_nothing_to_the_script(folder: Path) -> None:
+    run = trained(folder, "Drawn")
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    first = run.predict(ROWS)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert random.getstate() == before[2]
+    np.random.seed(1)
+    assert run.predict(ROWS) == first
