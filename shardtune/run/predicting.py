@@ -162,7 +162,7 @@ def _predicted(worker: SFTWorker, rows: Sequence[Encoded], done: int) -> Iterato
     adapter, root, seed = worker.adapter, root_of(worker.model), worker.recipe.runner.seed
     with generators_kept():
         seed_generators(derive_seed(seed, done, "predict"))
-        batch = adapter.collate([sample for _, sample, _ in rows], range(done, done + len(rows)), {})
+        batch = adapter.collate([sample for _, sample, _ in rows], list(range(done, done + len(rows))), {})
         found = root.predict(replace(batch.to(worker.device), key=derive_seed(seed, ROW_DRAWS)))
     where = f"{type(adapter).__name__}.predict_rows"
     values = list(found) if isinstance(found, torch.Tensor | np.ndarray | Sequence) else None

@@ -56,17 +56,19 @@ def with_report(
     ) -> Totals:
         nonlocal compared
         seen = _seen(forward, weights.parameters) if users and weights.on_ranks else forward
-        after: list[object] = []
-        seen = _noting(seen, after) if recomputes else seen
+        forwards: list[tuple[object, object]] = []
+        seen = _noting(seen, forwards) if recomputes else seen
         written: list[str] = []
         with weights.noting_written(written):
             totals = accumulate(seen, micro_batches, denominators, weights, **settings)
         if compared:  # the same step again, at another loss scale
             return totals
         compared = True
-        if after and after.pop() != _generators():
+        drew = [before != after != _generators() for before, after in forwards]
+        everywhere = ranks.gather((written, any(drew)))
+        if any(redrawn for _, redrawn in everywhere):
             raise _redrawn()
-        if lost := list(dict.fromkeys(name for names in ranks.gather(written) for name in names)):
+        if lost := list(dict.fromkeys(name for names, _ in everywhere for name in names)):
             raise _lost(lost)
         trained = list(weights.trainable())
         zeros = weights.unit_calls.filling.filled - weights.unit_calls.filling.used
@@ -82,12 +84,13 @@ def with_report(
     return first
 
 
-def _noting(forward: Callable[..., object], after: list[object]) -> Callable[..., object]:
-    """`forward`, which leaves the state of the generators at its end in `after`."""
+def _noting(forward: Callable[..., object], states: list[tuple[object, object]]) -> Callable[..., object]:
+    """`forward`, which leaves the states of the generators before and after it in `states`, those of the last call."""
 
     def noted(*args: object, **settings: object) -> object:
+        before = _generators()
         output = forward(*args, **settings)
-        after[:] = [_generators()]
+        states[:] = [(before, _generators())]
         return output
 
     return noted
@@ -101,11 +104,12 @@ def _generators() -> tuple[object, ...]:
 
 def _redrawn() -> ModelError:
     return ModelError(
-        "the backward pass draws numbers of numpy or of Python's random: units that are computed again in it "
-        "(actor.model.gradient_checkpointing) draw others than in the forward pass, so that gradients are wrong",
+        "forward and backward pass draw numbers of numpy or of Python's random: units that are computed again in the "
+        "latter (actor.model.gradient_checkpointing) draw others than in the former, so that gradients are wrong",
         where="forward of the model's layers",
         remedy="draw from torch there (torch.rand), whose generators are restored, or set "
-        "actor.model.gradient_checkpointing=false",
+        "actor.model.gradient_checkpointing=false; a thread that draws takes a generator of its own "
+        "(np.random.default_rng)",
     )
 
 

@@ -191,7 +191,7 @@ def test_units_that_draw_otherwise_when_computed_again_are_refused(folder: str, 
     saving = {"adapter": f"{__file__}:{adapter}", "precision": "fp64", "gradient_checkpointing": True}
     made = worker(folder, adapter, model=saving, **sizes)
     if adapter == "DrawnInUnits":
-        with pytest.raises(ModelError, match="the backward pass draws numbers of numpy or of Python's random"):
+        with pytest.raises(ModelError, match="forward and backward pass draw numbers of numpy or of Python's random"):
             made.run_training()
     else:
         assert [made.run_training()["train/loss"] for _ in range(2)] == losses
