@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,22 +178,31 @@ class Counting(Contrast):
         return {**found, "left": found["left"] * model.get_buffer("seen").clone()}
 
 
-def test_both_forwards_of_a_micro_batch_find_the_same_buffers() -> None:
-    adapter, ranks = Counting(make_adapter().recipe), join_ranks("cpu", ActorConfig())
+def accumulated(kind: type[Contrast]) -> tuple[nn.Module, Contrast, Sequence[Batch]]:
+    """A model with the gradients of a step in three micro-batches."""
+    adapter, ranks = kind(make_adapter().recipe), join_ranks("cpu", ActorConfig())
     torch.manual_seed(0)
     model = adapter.build().double()
     root = adapter.root(model)
     weights = Weights(root, model, "fp64", ranks)
     batches = BatchMaker(Rows(), Limits(3), adapter).micro_batches(np.arange(ROWS))
     WholeStep(adapter, ranks).accumulate(root, batches, {"loss": float(ROWS)}, weights, draws=(0, 0, 0), scale=1.0)
-    assert model.get_buffer("seen") == ROWS  # as of one forward each
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.get_buffer("seen").zero_()
-    found = [adapter.outputs(model, batch) for batch in batches]
-    loss = adapter.step_loss({name: torch.cat([each[name] for each in found]) for name in found[0]})
+    return model, adapter, batches
+
+
+def require_gradients_of(outputs: Sequence[Mapping[str, torch.Tensor]], adapter: Contrast, model: nn.Module) -> None:
+    """Compare a model's gradients with those of the loss of outputs with a graph."""
+    loss = adapter.step_loss({name: torch.cat([each[name] for each in outputs]) for name in outputs[0]})
     wanted = torch.autograd.grad(loss.total / loss.weight, list(model.parameters()))
-    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
-        torch.testing.assert_close(gradients[name], gradient, atol=1e-12, rtol=0)
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-12, rtol=0)
+
+
+def test_both_forwards_of_a_micro_batch_find_the_same_buffers() -> None:
+    model, adapter, batches = accumulated(Counting)
+    assert model.get_buffer("seen") == ROWS  # as of one forward each
+    model.get_buffer("seen").zero_()
+    require_gradients_of([adapter.outputs(model, batch) for batch in batches], adapter, model)
 
 
 class Noisy(Contrast):
@@ -206,22 +215,12 @@ class Noisy(Contrast):
 
 
 def test_both_forwards_of_a_micro_batch_draw_the_same() -> None:
-    adapter, ranks = Noisy(make_adapter().recipe), join_ranks("cpu", ActorConfig())
-    torch.manual_seed(0)
-    model = adapter.build().double()
-    root = adapter.root(model)
-    weights = Weights(root, model, "fp64", ranks)
-    batches = BatchMaker(Rows(), Limits(3), adapter).micro_batches(np.arange(ROWS))
-    WholeStep(adapter, ranks).accumulate(root, batches, {"loss": float(ROWS)}, weights, draws=(0, 0, 0), scale=1.0)
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model, adapter, batches = accumulated(Noisy)
     found = []
     for number, batch in enumerate(batches):
         seed_generators(derive_seed(0, 0, number, 0, "train"))
         found.append(adapter.outputs(model, batch))
-    loss = adapter.step_loss({name: torch.cat([each[name] for each in found]) for name in found[0]})
-    wanted = torch.autograd.grad(loss.total / loss.weight, list(model.parameters()))
-    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
-        torch.testing.assert_close(gradients[name], gradient, atol=1e-12, rtol=0)
+    require_gradients_of(found, adapter, model)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,11 @@ def _within_limit(task: BuildTask, chunk: Chunk, result: EncodedRows | DataError
 
 
 def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally, *, draws: bool) -> list[EncodedRow]:
-    """The row encoded, in windows where it is split; nothing of one that is dropped. Draws: a user's code may draw."""
+    """The row encoded, in windows where it is split; nothing of one that is dropped.
+
+    Args:
+        draws: whether a user's code may draw.
+    """
     if isinstance(row, RowError):
         raise row
     digest = _row_digest(row)  # once, as it takes longer than all else where a row has the bytes of an image
