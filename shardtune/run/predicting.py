@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from shardtune.batch import Sample
 from shardtune.batch.seeds import derive_seed, generators_kept, seed_generators, seeded
+from shardtune.config.user_code import named_errors
 from shardtune.data.encoder import Row, RowError, caused_by
 from shardtune.data.sources.inference_rows import InferenceRows, dropped_note
 from shardtune.data.sources.resolve import resolve_sources
@@ -29,6 +31,7 @@ Encoded = tuple[Row, Sample, bool]
 """A row, as the model reads it, and whether it was cut."""
 WRITTEN = ("prediction", "truncated")
 """Keys of each line; a row's own columns of these names are written with `given_` before them."""
+ADAPTER = "actor.model.adapter"
 ROWS_AT_ONCE = 32
 """Rows of a forward, unless the recipe has `eval_micro_batch_size` or `micro_batch_size`."""
 
@@ -160,10 +163,15 @@ def _of_fields(adapter: Adapter) -> Callable[[Row], tuple[Sample, bool]]:
 def _predicted(worker: SFTWorker, rows: Sequence[Encoded], done: int) -> Iterator[dict[str, Any]]:
     """The lines of some rows; `done` is the number of those before them."""
     adapter, root, seed = worker.adapter, root_of(worker.model), worker.recipe.runner.seed
+    module = type(adapter).__module__  # that of a notebook has no file
+    file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None
+    code = f"{file or module}:{type(adapter).__name__}"
     with generators_kept():
         seed_generators(derive_seed(seed, done, "predict"))
-        batch = adapter.collate([sample for _, sample, _ in rows], list(range(done, done + len(rows))), {})
-        found = root.predict(replace(batch.to(worker.device), key=derive_seed(seed, ROW_DRAWS)))
+        with named_errors(code, ADAPTER, "collate"):  # no weights: rows without targets have none
+            batch = adapter.collate([sample for _, sample, _ in rows], list(range(done, done + len(rows))), {})
+        with named_errors(code, ADAPTER, "predict_rows"):
+            found = root.predict(replace(batch.to(worker.device), key=derive_seed(seed, ROW_DRAWS)))
     where = f"{type(adapter).__name__}.predict_rows"
     values = list(found) if isinstance(found, torch.Tensor | np.ndarray | Sequence) else None
     if values is None or isinstance(found, str) or len(values) != len(rows):

@@ -88,6 +88,17 @@ class Mean(Tagger):
         return self.logits(model, batch).mean(0)
 
 
+class Fails(Tagger):
+    def predict_rows(self, model, batch):
+        return self.logitz(model, batch)
+
+
+class Weighs(Scores):
+    def collate(self, samples, rows, weights):
+        weights["loss"]
+        return super().collate(samples, rows, weights)
+
+
 class Objects(Tagger):
     def predict_rows(self, model, batch):
         return [object() for _ in batch.rows]
@@ -175,6 +186,8 @@ def test_values_of_any_form_and_the_rows_columns_are_printed(folder: Path) -> No
         ("Mean", ModelError, "for 4 rows it returned 3 values"),
         ("NoSample", ModelError, "encode_input returned a dict, not a Sample"),
         ("Objects", ModelError, "a object for a row, which JSON has no form for"),
+        ("Fails", ConfigError, r"Fails\.predict_rows failed: AttributeError: .*logitz"),
+        ("Weighs", ConfigError, r"Weighs\.collate failed: KeyError: 'loss'"),
         ("Tagger", ConfigError, r"write Tagger\.predict_rows\(model, batch\)"),
         ("Worker", ConfigError, "a worker of your own reads its rows itself"),
         ("WithTarget", DataError, r"the row has no 'label', it has tokens \(own\.py:"),
@@ -184,6 +197,8 @@ def test_what_has_no_prediction_is_one_message(folder: Path, name: str, error: t
     run = trained(folder, name)
     with pytest.raises(error, match=says) as found:
         run.predict(ROWS)
+    if name in {"Fails", "Weighs"}:
+        assert "own.py:" in str(found.value.where)
     if isinstance(found.value, DataError):
         assert found.value.where == "rows in memory: row 1"
         assert "write WithTarget.encode_input(row)" in str(found.value.remedy)
