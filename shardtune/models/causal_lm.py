@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,7 +11,6 @@ from typing import Any, ClassVar, TypedDict, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -37,44 +35,34 @@ from shardtune.models.adapter import (
 )
 from shardtune.models.attention_heads import check_heads_of, forms_ring, shared_heads
 from shardtune.models.attention_implementation import (
-    attention_name,
     pretrained,
-    set_attention,
-    takes_boundaries,
-    under_attention,
 )
 from shardtune.models.distillation import Distillation, Distilled, TeacherLogits, logits_of
 from shardtune.models.embedding_noise import embedding_noise
 from shardtune.models.generation_settings import one_text_each, reads_padding
-from shardtune.models.language_head import AtHead, declared_transform, own_forward, same
+from shardtune.models.language_head import AtHead, declared_transform, own_forward
 from shardtune.models.loss import (
     IDENTITY,
     PLAIN,
-    CrossEntropy,
     TokenLoss,
-    accumulation_dtype,
-    chunk_rows,
-    head_cross_entropy,
-    linear_cross_entropy,
     router_balance,
 )
 from shardtune.models.mixed_precision import NarrowedBuffer, narrow_buffers
-from shardtune.models.mixers import STATE, Mixers
 from shardtune.models.packed_attention import DOCUMENTS
 from shardtune.models.packing_limit import PackingLimit
-from shardtune.models.packing_probe import AGREEMENT, WITHOUT_BOUNDARIES, probe_packing
+from shardtune.models.packing_probe import AGREEMENT, probe_packing
 from shardtune.models.pretrained import model_directory
 from shardtune.models.rescaling import keep_weights, restore_rescaling
 from shardtune.models.router_loss import RouterLoss
-from shardtune.models.sequence_part import SequencePart
+from shardtune.models.row_sharing import RowSharing
 from shardtune.models.source_losses import TargetLosses
+from shardtune.models.target_losses import target_losses, target_predictions
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.models.value_loss import VALUE, ValueLoss
 from shardtune.parallel.fp32_compute import in_fp32
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.sequence_parallel import TokenShare
 from shardtune.parallel.shard_units import choose_units, outermost
 
 BALANCE = "router_balance"
@@ -127,6 +115,7 @@ class CausalLM(LanguageModel):
         data: how rows are encoded.
 
     Attributes:
+        sharing: which rows share a forward.
         source_losses: reads the training loss of each target; None: nothing does.
         value_loss: of the model's value head; None: none is trained.
         noise_alpha: the scale of the noise on embeddings in training; 0: none.
@@ -167,38 +156,19 @@ class CausalLM(LanguageModel):
         self._gradient_checkpointing = gradient_checkpointing
         self._requested_attention = attn_implementation
         self._precision = precision
-        self._own_attention = ""
-        self._attention = ""
-        self._sequence: DeviceMesh | None = None
-        self._rings = False  # whether ranks that share sequences exchange keys and values instead of heads
-        self._mixers, self._mixes, self._takes_places = Mixers(), False, False
+        self.sharing = RowSharing(attn_implementation, PackingLimit.of(config))
         self._padding_changes: bool | None = None  # of prompts, once it has been computed
-        self.packs = self._by_length = False
         self._transform, self._other_transform = declared_transform(config), IDENTITY
         self._through_own_head = False
         self._narrowed: dict[str, NarrowedBuffer] = {}
         self._leads = False  # whether the model's outputs may begin with positions that are no tokens
-        self._packing_limit = PackingLimit.of(config)
-        self._longest_row, self._packs_proved = 0, False
         self._router = RouterLoss.of(config)
         self._with_routers: dict[str, object] = {"output_router_logits": True} if self._router.factor else {}
 
     def build(self) -> PreTrainedModel:
         model = self._model if self._model is not None else self._from_config()
         keep_weights(model)
-        takes = inspect.signature(model.base_model.forward).parameters
-        self._own_attention = attention_name(model)
-        self._takes_places = "position_ids" in takes
-        self._mixers = Mixers.of(model)  # which need no positions
-        keywords = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        self._mixes = len(self._mixers) > 0
-        self.packs = keywords and (self._takes_places or self._mixes)
-        self._attention = self._own_attention
-        if self._requested_attention == "auto":
-            replaceable = model._can_set_attn_implementation()
-            self.packs = self.packs and (replaceable or self._mixes)
-            self._attention = DOCUMENTS if self.packs and replaceable else self._own_attention
-        set_attention(model, self._attention)
+        self.sharing.prepare(model)
         if self._precision == "fp64" and model.config._experts_implementation is not None:
             model.set_experts_implementation("eager")
         if self._gradient_checkpointing:
@@ -231,8 +201,7 @@ class CausalLM(LanguageModel):
         """Undo the changes of `build` to a model that the caller continues to use."""
         if model is not self._model:
             return
-        set_attention(model, self._own_attention)
-        self._mixers.run_row_by_row(False)
+        self.sharing.restore(model)
         for buffer in self._narrowed.values():
             buffer.remove()
         restore_rescaling(pretrained(model))
@@ -281,28 +250,6 @@ class CausalLM(LanguageModel):
             return None
         return text.get("sliding_window")
 
-    def one_row_per_forward(self, model: nn.Module, why: str = "") -> None:
-        """Stop packing: from now on each forward holds one row, with the model's own attention.
-
-        Raises:
-            ParallelError: ranks share sequences, which no attention but ours computes; names `why`.
-        """
-        if self._sequence is not None:
-            raise cannot_share_sequences(type(model).__name__, why or "its rows cannot be packed")
-        self.packs, self._attention = False, self._own_attention
-        self._mixers.run_row_by_row(False)
-        set_attention(model, self._attention)
-
-    def mix_row_by_row(self, on: bool) -> bool:
-        """Let each packed row run through layers with a state by itself; returns whether the model has any."""
-        self._mixers.run_row_by_row(on and self._mixes)
-        return self._mixes
-
-    @property
-    def leaks(self) -> str:
-        """Why packed rows cannot run through layers with a state together, as the layers show; empty if they may."""
-        return WITHOUT_BOUNDARIES if self._mixers.without_boundaries else ""
-
     def use_own_head(self) -> None:
         """Stop using the chunked head: logits come from the model's own forward, at supervised positions only."""
         self._through_own_head = True
@@ -315,7 +262,7 @@ class CausalLM(LanguageModel):
 
     @property
     def rows_share_forwards(self) -> bool:
-        return self.packs
+        return self.sharing.packs
 
     @property
     def may_be_filled(self) -> bool:
@@ -323,24 +270,11 @@ class CausalLM(LanguageModel):
         documents."""
         own = (type(self).collate, type(self).loss, type(self).train_loss)
         as_here = own == (CausalLM.collate, CausalLM.loss, CausalLM.train_loss)
-        return self.packs and not self._mixes and as_here
+        return self.sharing.packs and not self.sharing.mixes and as_here
 
     @property
     def rows_of_one_length(self) -> bool:
-        return self._by_length
-
-    def share_by_length(self, on: bool) -> bool:
-        """Put rows of one length into a forward as a batch, without packing; returns whether that is possible."""
-        self._by_length = on and not self.packs
-        return self._by_length
-
-    def _sequences(self, batch: PackedBatch) -> int:
-        """Number of sequences of a forward: 1, or the rows if all have the same length.
-
-        3 rows of 7 tokens, packed into 21, become a batch [3, 7]; rows of 7, 7 and 6 tokens stay [1, 20].
-        """
-        rows = len(batch.document_weights)
-        return rows if self._by_length and rows * batch.max_length == len(batch.input_ids) else 1
+        return self.sharing.by_length
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -408,25 +342,16 @@ class CausalLM(LanguageModel):
 
     def check_parallel(self, model: nn.Module, layout: Layout) -> None:
         super().check_parallel(model, layout)
-        if layout.sequence == 1:
-            return
-        if self._attention != DOCUMENTS:
-            what = f"{type(model).__name__} with attn_implementation {self._attention}"
-            raise cannot_share_sequences(what, "attention is not ours")
-        if self._mixes:
-            raise cannot_share_sequences(type(model).__name__, STATE.format(self._mixers.names))
+        if layout.sequence > 1:
+            self.sharing.check_sequences(model)
 
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         """Split the model among the ranks that share rows, by the plans that transformers declares for it."""
         layout = ranks.layout
         self.check_layout(layout)
         self.check_parallel(model, layout)
-        if layout.sequence > 1:
-            too_long = self._beyond_packing()
-            if too_long:
-                raise cannot_share_sequences(type(model).__name__, too_long)
-            self._sequence = ranks.sequence_mesh
-            self._rings = self.rings(layout)
+        if ranks.sequence_mesh is not None:
+            self.sharing.share_sequences(model, ranks.sequence_mesh, rings=self.rings(layout))
         declared, heads = pretrained(model), shared_heads(self.config) if layout.tensor > 1 else None
         return apply_model_parallel(model, declared.tp_plan, declared.ep_plan, ranks, heads)
 
@@ -441,22 +366,15 @@ class CausalLM(LanguageModel):
     ) -> list[str]:
         """Check on real rows that packing is exact for this model; otherwise stop packing."""
         assert isinstance(root, LanguageRoot)
-        too_long = self._beyond_packing() if self.packs else ""
+        too_long = self.sharing.too_long if self.sharing.packs else ""
         if too_long:
-            self.one_row_per_forward(root.model, too_long)
+            self.sharing.one_row_per_forward(root.model, too_long)
         found = probe_packing(root, self, samples, device, dtype)
-        self._packs_proved = self.packs
-        if self._rings:
+        self.sharing.prove()
+        if self.sharing.rings:
             heads = shared_heads(self.config)
             found.append(f"sequences are shared by ring attention ({heads.query} heads, {heads.key_value} of keys)")
         return [f"{too_long}: one row per forward", *found] if too_long else found
-
-    def _beyond_packing(self) -> str:
-        """Why the longest row cannot be packed; empty if it can."""
-        limit = self._packing_limit
-        if limit is None or self._longest_row <= limit.tokens:
-            return ""
-        return f"{limit.reason}, and a row has {self._longest_row:,} tokens, more than {limit.tokens:,}"
 
     def _positions(self) -> tuple[str, int | None]:
         """The name of the key by which the config limits positions, and how many there are; None: any number."""
@@ -473,14 +391,7 @@ class CausalLM(LanguageModel):
         """Refuse rows of more tokens than the model has positions for, and keep the length of the longest."""
         own_name, positions = self._positions()
         longest = int(lengths.argmax())
-        self._longest_row = max(self._longest_row, int(lengths[longest]))
-        too_long = self._beyond_packing() if self._packs_proved else ""
-        if too_long and self._packing_limit is not None:
-            raise ModelError(
-                f"{too_long}; rows of files that were read before are packed",
-                where=locate(longest),
-                remedy=f"lower data.max_length to {self._packing_limit.tokens}",
-            )
+        self.sharing.check_longest(int(lengths[longest]), lambda: locate(longest))
         if positions is not None and lengths[longest] > positions:
             raise ModelError(
                 f"a row has {int(lengths[longest]):,} tokens, the model takes {positions:,} ({own_name})",
@@ -495,13 +406,10 @@ class CausalLM(LanguageModel):
         packed = cast(PackedBatch, batch)  # as `collate` has made it
         with self._noise(model, packed) if self.noise_alpha else nullcontext():
             at = self._to_head(model, packed, packed.target_positions)
-        by_source = self.source_losses
         if isinstance(token_loss, Distillation):
-            losses = token_loss.beside(
-                packed, lambda loss: self._losses(at, packed, loss, count_correct=False, by_source=by_source)[0]
-            )
+            losses = token_loss.beside(packed, lambda loss: self._losses(at, packed, loss, training=True)[0])
         else:
-            losses = self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
+            losses = self._losses(at, packed, token_loss or PLAIN, training=True)[0]
         traced = losses[TOKENS].total.requires_grad or any(term.total.requires_grad for term in losses.values())
         if torch.is_grad_enabled() and not traced:
             return self.without_graph(model, packed, losses)
@@ -522,45 +430,27 @@ class CausalLM(LanguageModel):
 
     def _noise(self, model: nn.Module, batch: PackedBatch) -> AbstractContextManager[None]:
         """Noise on the embeddings of a training forward."""
-        embeddings, part = pretrained(model).get_input_embeddings(), None
-        if self._sequence is not None:
-            part = SequencePart.of(self._share(batch, self._sequence), batch.target_positions)
-        return embedding_noise(embeddings, batch, self.noise_alpha, part)
-
-    def _share(self, batch: PackedBatch, ranks: DeviceMesh) -> TokenShare:
-        """This rank's tokens of a micro-batch."""
-        if self._rings:
-            return TokenShare.in_ring(batch.cu_seqlens.tolist(), ranks)
-        return TokenShare.of(len(batch.input_ids), ranks)
+        part = self.sharing.part(batch, batch.target_positions)
+        return embedding_noise(pretrained(model).get_input_embeddings(), batch, self.noise_alpha, part)
 
     def target_logits(self, model: nn.Module, batch: PackedBatch) -> TeacherLogits:
         """The logits of a micro-batch's targets (of this rank, where ranks share sequences), computed when needed."""
-        at = self._to_head(model, batch, batch.target_positions)
-        return logits_of(at, IDENTITY if at.head is None else self._transform)
+        return logits_of(self._to_head(model, batch, batch.target_positions))
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
         packed = cast(PackedBatch, batch)  # as `collate` has made it
         at = self._to_head(model, packed, packed.target_positions)
-        losses, correct = self._losses(at, packed, PLAIN, count_correct=True)
+        losses, correct = self._losses(at, packed, PLAIN, training=False)
         accuracy = {"token_accuracy": Metric(float(correct), float(packed.targets.numel()))}
         if self.value_loss is not None and at.values is not None:
             accuracy |= self.value_loss.measured(at.values, packed)
-        further = {} if measure is None else measure(self._pieces(at, packed))
+        further = {} if measure is None else measure(target_predictions(at, packed, self.vocabulary))
         return Evaluation(losses, {**accuracy, **further})
 
     def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
         """The logits at the supervised positions, in chunks of the loss's size."""
         packed = cast(PackedBatch, batch)  # as `collate` has made it
-        return self._pieces(self._to_head(model, packed, packed.target_positions), packed)
-
-    def _pieces(self, at: AtHead, batch: PackedBatch) -> Iterator[Prediction]:
-        hidden = at.hidden if at.part is None else at.part.gather(at.hidden)
-        size = chunk_rows(hidden.device, self.vocabulary)
-        for start in range(0, hidden.shape[0], size):
-            rows = slice(start, start + size)
-            logits = hidden[rows] if at.head is None else self._transform(at.head(hidden[rows]))
-            logits = logits.to(accumulation_dtype(logits.dtype))
-            yield Prediction(logits, batch.targets[rows], batch.target_weights[rows])
+        return target_predictions(self._to_head(model, packed, packed.target_positions), packed, self.vocabulary)
 
     @property
     def vocabulary(self) -> int:
@@ -570,22 +460,15 @@ class CausalLM(LanguageModel):
     def _to_head(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> AtHead:
         """Run the model up to its head, at some tokens."""
         model = cast(PreTrainedModel, model)  # as `build` has made it
-        arguments = {**self._with_routers}
-        input_ids, position_ids, part = batch.input_ids, batch.position_ids, None
-        if self._sequence is not None:
-            part = SequencePart.of(self._share(batch, self._sequence), positions)
+        input_ids, position_ids = batch.input_ids, batch.position_ids
+        arguments, part = {**self._with_routers}, self.sharing.part(batch, positions)
+        if part is not None:
             arguments["token_share"] = part.share
             input_ids, position_ids, positions = part.cut(input_ids), part.cut(position_ids), part.positions
-        if self.packs and self._takes_places:
-            arguments["position_ids"] = position_ids.unsqueeze(-2)
-        if self.packs and self._mixes:
-            arguments |= self._mixers.pack(batch.cu_seqlens)
+        arguments |= self.sharing.arguments(batch, position_ids)
         if batch.fields:
             arguments |= self.further_inputs(batch)
-        if self._attention == DOCUMENTS or takes_boundaries(self._attention):
-            arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
-            arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
-        sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)
+        sequences = input_ids.view(self.sharing.sequences(batch), -1)
         if self._through_own_head:
             if self.value_loss is not None:
                 arguments["output_hidden_states"] = True
@@ -595,7 +478,7 @@ class CausalLM(LanguageModel):
             if self.value_loss is not None:
                 states = outputs["hidden_states"][-1][:, -sequences.shape[1] :]
                 values = self.value_loss.values(model, states.flatten(0, 1).index_select(0, positions))
-            return AtHead(logits, None, routers, part, values)
+            return AtHead(logits, None, IDENTITY, routers, part, values)
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(
@@ -612,63 +495,32 @@ class CausalLM(LanguageModel):
         hidden = states.flatten(0, 1).index_select(0, positions)
         hidden = hidden.to(next(head.parameters(), hidden).dtype)
         values = None if self.value_loss is None else self.value_loss.values(model, hidden)
-        return AtHead(hidden, head, outputs["router_logits"] if self._router.factor else (), part, values)
+        routers = outputs["router_logits"] if self._router.factor else ()
+        return AtHead(hidden, head, self._transform, routers, part, values)
 
     def _losses(
-        self,
-        at: AtHead,
-        batch: PackedBatch,
-        token_loss: TokenLoss | Distilled,
-        *,
-        count_correct: bool,
-        by_source: TargetLosses | None = None,
+        self, at: AtHead, batch: PackedBatch, token_loss: TokenLoss | Distilled, *, training: bool
     ) -> tuple[dict[str, LossSum], torch.Tensor]:
-        """The losses by term, and the number of targets with the largest logit (0 unless they are counted)."""
-        targets, weights = batch.targets, batch.target_weights
-        if at.part is not None:
-            targets, weights = at.part.select(targets), at.part.select(weights)
-            token_loss = token_loss.of(at.part.mine) if isinstance(token_loss, Distilled) else token_loss
-        each = None
-        if by_source is not None:
-            each = torch.zeros(len(targets), dtype=accumulation_dtype(at.hidden.dtype), device=targets.device)
-        if isinstance(token_loss, Distilled) and type(at.head) is not nn.Linear:
-            logits = at.hidden if at.head is None else self._transform(at.head(at.hidden))
-            total, correct = linear_cross_entropy(
-                logits, None, targets, weights, loss=token_loss, count_correct=count_correct, each=each
-            )
-        elif type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy | Distilled):
-            total, correct = linear_cross_entropy(
-                at.hidden, at.head.weight, targets, weights, bias=at.head.bias, transform=self._transform,
-                loss=token_loss, count_correct=count_correct, each=each,
-            )  # fmt: skip
-        else:
-            assert not isinstance(token_loss, Distilled)
-            total, correct = head_cross_entropy(
-                at.hidden, same if at.head is None else at.head, self.vocabulary, targets, weights,
-                transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss,
-                count_correct=count_correct, each=each,
-            )  # fmt: skip
-        if by_source is not None and each is not None:
-            by_source.add(batch, each if at.part is None else at.part.gather(each))
-        if at.part is not None:  # the same on all ranks that share the sequences
-            total, correct = at.part.sum(total), at.part.sum(correct)
+        """The losses by term, and the number of targets with the largest logit (0 in training)."""
+        by_source = self.source_losses if training else None
+        total, correct = target_losses(
+            at, batch, token_loss, self.vocabulary, count_correct=not training, by_source=by_source
+        )
         losses = {TOKENS: LossSum(total, batch.target_weight)}
         if self._router.factor:
             routers = at.routers if at.part is None else tuple(at.part.whole(logits) for logits in at.routers)
             balance = router_balance(routers, batch.cu_seqlens, batch.document_weights, self._router.experts_per_token)
             losses[BALANCE] = LossSum(self._router.factor * balance, float(batch.num_rows))
         if self.value_loss is not None and at.values is not None:
-            losses[VALUE] = self.value_loss.loss(at.values, batch, training=not count_correct)
+            losses[VALUE] = self.value_loss.loss(at.values, batch, training=training)
         return losses, correct
 
     def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         at = self._to_head(model, batch, positions)
-        logits = at.hidden if at.head is None else self._transform(at.head(at.hidden))
-        return logits if at.part is None else at.part.gather(logits)
+        return at.logits if at.part is None else at.part.gather(at.logits)
 
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
-        self._mixers.whole()
-        with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
+        with self.sharing.unpacked(model, "eager"):
             further: dict[str, object] = {**self.further_inputs(batch), **self._with_routers}
             outputs, logits = own_forward(model, batch.input_ids[None], positions, further, leads=self._leads)
         if self._router.factor:
@@ -704,8 +556,7 @@ class CausalLM(LanguageModel):
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
     ) -> torch.Tensor:
         model = pretrained(model)
-        self._mixers.whole()
-        with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
+        with self.sharing.unpacked(model):
             generate: Any = model.generate
             # With a cache, router logits are those of the newest tokens only: no balance loss can be computed.
             routers = {"output_router_logits": False} if self._router.factor else {}

@@ -147,14 +147,9 @@ class Distilled:
         return losses, grad
 
 
-def logits_of(at: AtHead, transform: LogitTransform) -> TeacherLogits:
-    """The logits of what enters a head, computed when they are needed.
-
-    Args:
-        at: a forward up to the head.
-        transform: of the head's output.
-    """
-    acc, head = accumulation_dtype(at.hidden.dtype), at.head
+def logits_of(at: AtHead) -> TeacherLogits:
+    """The logits of what enters a head, computed when they are needed."""
+    acc, head, transform = accumulation_dtype(at.hidden.dtype), at.head, at.transform
     if not (isinstance(head, nn.Linear) and type(head) is nn.Linear):
         return lambda rows, _: transform((at.hidden[rows] if head is None else head(at.hidden[rows])).to(acc))
     part = row_slice(head.weight) if isinstance(head.weight, DTensor) else None

@@ -74,7 +74,7 @@ def get_model(
     with init_empty_weights():
         model = adapter.build()
     adapter.set_execution(model)
-    adapter.one_row_per_forward(model)  # a user's batch is padded, so the model's own attention reads its mask
+    adapter.sharing.one_row_per_forward(model)  # a user's batch is padded, so the model's own attention reads its mask
     return model
 
 

@@ -22,6 +22,7 @@ class AtHead:
     Attributes:
         hidden: [requested tokens of this rank, width], the head's input; the logits where there is no head left.
         head: the head, or None.
+        transform: of the head's output; IDENTITY where there is no head left.
         routers: [tokens of this rank, experts] of each layer; empty without a balance loss.
         part: the tokens of this rank, where ranks share sequences; None: all.
         values: [requested tokens], of a value head that is trained; None without one.
@@ -29,9 +30,19 @@ class AtHead:
 
     hidden: torch.Tensor
     head: nn.Module | None
+    transform: LogitTransform
     routers: tuple[torch.Tensor, ...]
     part: SequencePart | None
     values: torch.Tensor | None = None
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[requested tokens of this rank, vocabulary], computed at once."""
+        return self.logits_from(self.hidden)
+
+    def logits_from(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, vocabulary]: of other hidden states [tokens, width], or of some of these."""
+        return hidden if self.head is None else self.transform(self.head(hidden))
 
 
 def own_forward(
@@ -58,10 +69,6 @@ def own_forward(
     outputs = model(input_ids=sequences, use_cache=False, **arguments)
     logits = outputs.logits[:, -sequences.shape[1] :] if leads else outputs.logits
     return outputs, logits.flatten(0, 1).index_select(0, positions)
-
-
-def same(logits: torch.Tensor) -> torch.Tensor:
-    return logits
 
 
 def declared_transform(config: PreTrainedConfig) -> LogitTransform:

@@ -45,23 +45,30 @@ IN_HALF_ALONE = (
 )
 
 
-class Choices(Protocol):
-    """An adapter of language models, with the faster ways that can be switched off where they are not exact."""
+class Ways(Protocol):
+    """How rows share a forward: `RowSharing`."""
 
     @property
     def packs(self) -> bool: ...
     @property
-    def has_experts(self) -> bool: ...
-    @property
     def leaks(self) -> str: ...
+    def share_by_length(self, on: bool) -> bool: ...
+    def mix_row_by_row(self) -> bool: ...
+    def one_row_per_forward(self, model: nn.Module, why: str = "") -> None: ...
+
+
+class Choices(Protocol):
+    """An adapter of language models, with the faster ways that can be switched off where they are not exact."""
+
+    @property
+    def sharing(self) -> Ways: ...
+    @property
+    def has_experts(self) -> bool: ...
     @property
     def sliding_window(self) -> int | None: ...
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch: ...
     def shortened(self, sample: Sample, most: int) -> Sample: ...
     def changed(self, sample: Sample) -> Sample: ...
-    def share_by_length(self, on: bool) -> bool: ...
-    def mix_row_by_row(self, on: bool) -> bool: ...
-    def one_row_per_forward(self, model: nn.Module, why: str = "") -> None: ...
     def exchange_transform(self) -> bool: ...
     def use_own_head(self) -> None: ...
     def narrow_buffers(self, model: nn.Module, dtype: torch.dtype) -> Sequence[str]: ...
@@ -171,14 +178,15 @@ def _choose(
         obstacle = with_either_transform("its attention over packed rows differs from its own")
         return obstacle or _obstacle(together, SEE_EACH_OTHER)
 
-    if adapter.packs:
-        obstacle = adapter.leaks or when_packed()
-        if obstacle and adapter.mix_row_by_row(True) and not when_packed():
+    sharing = adapter.sharing
+    if sharing.packs:
+        obstacle = sharing.leaks or when_packed()
+        if obstacle and sharing.mix_row_by_row() and not when_packed():
             notes.append(f"{obstacle}: {MIXED}")
         elif obstacle:
-            adapter.one_row_per_forward(root.model, obstacle)
+            sharing.one_row_per_forward(root.model, obstacle)
             notes.append(f"{obstacle}: one row per forward")
-    if not adapter.packs:
+    if not sharing.packs:
         obstacle = with_either_transform("its logits are not a linear head of its last hidden state")
         if obstacle:
             adapter.use_own_head()
@@ -188,9 +196,9 @@ def _choose(
                 notes.append(obstacle)
             elif obstacle:
                 raise _cannot_compute(root, own.rows[0], obstacle, dtype)
-    if not adapter.packs and adapter.share_by_length(True):
+    if not sharing.packs and sharing.share_by_length(True):
         if _obstacle(lambda: holds(lambda those: _batches(root, adapter, those, device)), "differs"):
-            adapter.share_by_length(False)
+            sharing.share_by_length(False)
         else:
             notes.append("rows of one length share a forward")
     return notes if finer is not None or dtype not in HALF else [*notes, IN_HALF_ALONE]

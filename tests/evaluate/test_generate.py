@@ -39,7 +39,7 @@ def packed(model: PreTrainedModel) -> LanguageRoot:
     """The model as it is in training: its attention keeps packed rows apart, and it has been trained on some."""
     adapter = CausalLM(model.config, precision="fp32", model=model)
     root = LanguageRoot(adapter, adapter.build())
-    assert adapter.packs
+    assert adapter.sharing.packs
     samples = [Sample(prompt, np.ones(len(prompt), np.float32)) for prompt in PROMPTS[:2]]
     weight = sum(sample.length - 1.0 for sample in samples)
     root(pack(samples, [0, 1], {"ce": weight}))["ce"].total.backward()

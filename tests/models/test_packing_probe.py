@@ -108,7 +108,7 @@ def test_right_models_are_left_alone(tmp_path: Path, kind: str, precision: str) 
     worker = SFTWorker(load_recipe(recipe(model, rows, actor__model__precision=precision)), report=quiet)
     worker.setup()
     assert worker.notes == []
-    assert worker.adapter.packs
+    assert worker.adapter.sharing.packs
 
 
 class Mixing(nn.Module):

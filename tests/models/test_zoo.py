@@ -385,7 +385,7 @@ def test_a_rank_that_shares_sequences_does_not_go_on_unpacked(tmp_path: Path) ->
     adapter.apply_model_parallel(model, two)
     assert isinstance(adapter, CausalLM)
     with pytest.raises(ParallelError, match="cannot share sequences among ranks: packed rows see each other"):
-        adapter.one_row_per_forward(model, "packed rows see each other")
+        adapter.sharing.one_row_per_forward(model, "packed rows see each other")
 
 
 def test_heads_have_the_names_of_their_config(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_an_export_loads_and_gives_the_same_logits_bitwise(comparison: Compariso
     worker.export(tmp_path / "fp32", "fp32")
     worker.export(tmp_path / "bf16", "bf16")
     trained = worker.inner_model.eval()
-    worker.adapter.one_row_per_forward(trained)
+    worker.adapter.sharing.one_row_per_forward(trained)
     input_ids = torch.arange(30)[None] * 7 % 250
     for dtype, folder in ((torch.float32, tmp_path / "fp32"), (torch.bfloat16, tmp_path / "bf16")):
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()

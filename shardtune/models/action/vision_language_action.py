@@ -30,7 +30,6 @@ from shardtune.models.action.openvla_processor import openvla_images
 from shardtune.models.action.policy import ActionBatch, ActionPolicy, ActionSettings, action_class
 from shardtune.models.action.tokens import choose_key
 from shardtune.models.adapter import AdapterRoot, Evaluation, LanguageRoot
-from shardtune.models.causal_lm import under_attention
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.models.value_loss import ERROR as VALUE_ERROR
 from shardtune.models.value_loss import EXPLAINED, HEAD, ValueLoss
@@ -317,14 +316,14 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         """`predict_action_batch` of the model, with its own attention, from tensors and from arguments by name."""
         tensors, arguments = inputs
         assert isinstance(model, ActionPolicy)
-        with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
+        with self.sharing.unpacked(model):
             predict: Callable[..., ActionBatch] = model.predict_action_batch
             return predict(**tensors, **arguments)
 
     def value(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """`observation_values` of the model, with its own attention."""
         assert isinstance(model, ActionPolicy)
-        with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
+        with self.sharing.unpacked(model):
             values: Callable[..., torch.Tensor] = model.observation_values
             return values(**inputs)
 

@@ -101,6 +101,7 @@ class VisionLanguage(CausalLM):
             if self.images.token_types is None:
                 self.images.token_types = _unreturned_types(config, processor)
         self._leads = self.images.outside_text
+        self.sharing.batches = not self.images.one_row
         self._reader = PixelReader(self.images, _kept_pixels(self.images, self._data))
         self._needs_image = _needs_image(config)
         self.take_tokenizer(self.images.tokenizer)
@@ -127,7 +128,7 @@ class VisionLanguage(CausalLM):
         takes = set(inspect.signature(inner.get_rope_index).parameters) if isinstance(inner, HasRopeIndex) else set()
         known = takes >= _KNOWN_ROPE
         if self.images.one_row or (takes and not known):
-            self.one_row_per_forward(model)
+            self.sharing.one_row_per_forward(model)
         elif known:
             with init_empty_weights():
                 empty: Any = type(model.base_model)(model.base_model.config)
@@ -195,9 +196,6 @@ class VisionLanguage(CausalLM):
     ) -> dict[str, torch.Tensor]:
         return _cast(self.images.of_row(fields, input_ids, [image.read() for image in stored]), self._precision)
 
-    def share_by_length(self, on: bool) -> bool:
-        return super().share_by_length(on and not self.images.one_row)
-
     def _rope_positions(
         self,
         rope: Callable[..., tuple[torch.Tensor, torch.Tensor]],
@@ -219,7 +217,7 @@ class VisionLanguage(CausalLM):
 
     def further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         types = self.images.token_types
-        rows, fields = self._sequences(batch), self.images.numbers(batch.fields)
+        rows, fields = self.sharing.sequences(batch), self.images.numbers(batch.fields)
         return {name: value.view(rows, -1) if name == types else value for name, value in fields.items()}
 
     # -- ranks with and without images -----------------------------------------------------------------------------
@@ -228,7 +226,7 @@ class VisionLanguage(CausalLM):
     def _nothing_joins(self) -> bool:
         """Whether no row can be lengthened by a blank image: a model that cannot keep rows apart in one sequence may
         compute a row in another way where more tokens follow (one that selects keys breaks ties by their number)."""
-        return self.images.one_row or not self.packs
+        return self.images.one_row or not self.sharing.packs
 
     def companion(self) -> Companion | None:
         return Companion(None if self._nothing_joins else self._blank_row(), ENDS)
@@ -303,9 +301,9 @@ class VisionLanguage(CausalLM):
         """Prove that packing is exact, and that the content of an image changes the predictions after it."""
         assert isinstance(root, LanguageRoot)
         zero_projector = _has_zero_projector(root.model)
-        if zero_projector and self.packs:
+        if zero_projector and self.sharing.packs:
             # All images have the same features so far, so many wrong attention patterns would give the same result.
-            self.one_row_per_forward(root.model, ZERO_PROJECTOR)
+            self.sharing.one_row_per_forward(root.model, ZERO_PROJECTOR)
         notes = super().probe_assumptions(root, samples, device, dtype)
         if zero_projector:
             return [ZERO_PROJECTOR, *notes]

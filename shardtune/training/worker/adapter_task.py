@@ -206,10 +206,10 @@ class AdapterTask(CachedRowsTask):
             f"teacher: {note}"
             for note in found.probe_assumptions(teacher.root, self._longest_rows(), ranks.device, dtype)
         ]
-        if adapter.packs and not found.packs:
-            adapter.one_row_per_forward(root_of(model).model, "its teacher's rows cannot be packed")
-        if not found.packs:
-            adapter.share_by_length(False)
+        if adapter.sharing.packs and not found.sharing.packs:
+            adapter.sharing.one_row_per_forward(root_of(model).model, "its teacher's rows cannot be packed")
+        if not found.sharing.packs:
+            adapter.sharing.share_by_length(False)
         return teacher
 
     def restore_model(self, model: nn.Module) -> None:

@@ -91,7 +91,7 @@ class PaddedTask(CachedRowsTask):
         """The root over a model without memory, and notes."""
         with init_empty_weights():
             model = self._causal_lm.build()
-        self._causal_lm.one_row_per_forward(model)  # the model's own attention, which reads the mask
+        self._causal_lm.sharing.one_row_per_forward(model)  # the model's own attention, which reads the mask
         return PaddedRoot(self._causal_lm, model), []
 
     def inner_model(self, model: nn.Module) -> nn.Module:

@@ -89,7 +89,7 @@ def test_a_step_of_rows_that_nothing_joins_says_so(places: tuple[Path, Path], tm
     rows.write_text("".join(places[1].read_text().splitlines(keepends=True)[::3]))  # those without images
     changes: dict[str, Any] = {"data__train_data_paths": str(rows), "data__eval_data_paths": None}
     worker = a_worker(places, "llava", actor__model__freeze=["language_model"], **changes)
-    worker.adapter.one_row_per_forward(worker.inner_model)
+    worker.adapter.sharing.one_row_per_forward(worker.inner_model)
     with pytest.raises(ModelError, match=r"(?s)no gradient for any .*until each step has a row with an image"):
         worker.run_training()
     worker.release()
