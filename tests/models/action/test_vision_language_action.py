@@ -32,6 +32,7 @@ from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
 from tests.support.robot import DIMENSIONS, frame, save_episodes
 from tests.support.tiny_openvla import PATCHES, save_openvla
+from tests.support.tiny_vision import save_family
 from tests.support.vision import FAMILIES, save_vision_model
 
 CHUNK, BINS = 2, 16
@@ -43,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("actions")
     save_vision_model("llava", made / "llava")
     save_vision_model("qwen2_5_vl", made / "qwen2_5_vl")
+    save_family("qwen3_5", made / "qwen3_5")
     save_openvla(made / "openvla")
     save_episodes(made / "light")
     save_episodes(made / "other", 3, seed=9)
@@ -379,6 +381,23 @@ def test_the_policy_answers_a_batch_as_each_alone(folder: Path, kind: str) -> No
     low, high = adapter.settings.statistics().low, adapter.settings.statistics().high
     assert (together[..., :2] >= low[:2] - 1e-6).all()
     assert (together[..., :2] <= high[:2] + 1e-6).all()
+
+
+def test_a_policy_acts_between_packed_rows_as_before_them(folder: Path) -> None:
+    """Layers with a state compute packed rows one by one, and an observation as a whole."""
+    worker = SFTWorker(load_recipe(recipe(folder, "qwen3_5", "state", model__precision="fp64")), report=lambda _: None)
+    worker.setup()
+    adapter = worker.adapter
+    assert isinstance(adapter, VisionLanguageAction)
+    assert adapter.sharing.packs
+    assert adapter.sharing.mixes
+    worker.model.eval()
+    policy, seen = adapter.policy(worker.root, worker.device), observations(2)
+    before = policy(seen)
+    rows = worker.prepared.evals[""]
+    with torch.no_grad():
+        worker.root.evaluate(adapter.collate([rows.row(0), rows.row(1)], [0, 1], {"ce": 1.0}))
+    assert np.array_equal(policy(seen), before)
 
 
 @pytest.mark.lengthy
