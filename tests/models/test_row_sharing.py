@@ -85,9 +85,9 @@ def test_within_a_block_sequences_are_whole_and_attention_another() -> None:
     assert sharing.mix_row_by_row()
     tokens = torch.arange(5)[None]
     with torch.no_grad(), sharing.unpacked(model, "eager"):
-        whole = model(input_ids=tokens).logits
+        whole = model(input_ids=tokens, use_cache=False).logits
     sharing.arguments(packed(3, 2), torch.zeros(5, dtype=torch.int64))  # a forward of two rows follows
     with torch.no_grad(), sharing.unpacked(model, "eager"):
         assert attention_name(model) == "eager"
-        torch.testing.assert_close(model(input_ids=tokens).logits, whole, rtol=0, atol=1e-12)
+        torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, whole, rtol=0, atol=1e-12)
     assert attention_name(model) == sharing.attention
