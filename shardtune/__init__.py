@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from shardtune.engine.engine import TrainEngine
     from shardtune.engine.session import init
     from shardtune.engine.split_arguments import NeedParallel
-    from shardtune.models.adapter import Adapter, Prediction, WholeStepAdapter
+    from shardtune.models.adapter import Adapter
     from shardtune.models.get_model import get_model, get_model_config_and_processor
+    from shardtune.models.user_metrics import Prediction
     from shardtune.models.value_head import ValueHead
+    from shardtune.models.whole_step_adapter import WholeStepAdapter
     from shardtune.parallel.meta_init import init_empty_weights
     from shardtune.run.api import train
     from shardtune.run.halos import SFTTrainer
@@ -38,7 +40,7 @@ _HOME = {
     "LossSum": "batch",
     "Metric": "batch",
     "NeedParallel": "engine.split_arguments",
-    "Prediction": "models.adapter",
+    "Prediction": "models.user_metrics",
     "Run": "run.run",
     "SFTRunner": "training.runner",
     "SFTTrainer": "run.halos",
@@ -47,7 +49,7 @@ _HOME = {
     "SupportedModel": "config.model_names",
     "TrainEngine": "engine.engine",
     "ValueHead": "models.value_head",
-    "WholeStepAdapter": "models.adapter",
+    "WholeStepAdapter": "models.whole_step_adapter",
     "get_model": "models.get_model",
     "get_model_config_and_processor": "models.get_model",
     "init": "engine.session",

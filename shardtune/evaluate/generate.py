@@ -18,8 +18,8 @@ from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.data.chat.reasoning import CLOSE
 from shardtune.errors import ConfigError, DataError
 from shardtune.launch.progress import GENERATION, PROGRESS
-from shardtune.models.adapter import LanguageRoot
 from shardtune.models.generation_settings import num_beams, stop_strings
+from shardtune.models.language_model import LanguageRoot
 from shardtune.parallel.ranks import Ranks
 
 SETTINGS: Sequence[tuple[str, tuple[type, ...], Callable[[float], bool], str]] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from shardtune.batch import IGNORED, Batch, LossSum, Metric, PackedBatch, Prompt, Sample
+from shardtune.batch import IGNORED, Batch, LossSum, Sample
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.data.encoder import Encoder, FrameOptions, Row
@@ -25,6 +25,7 @@ from shardtune.models.activation_checkpointing import set_execution
 from shardtune.models.adapter_encoder import FieldEncoder, FrameFieldEncoder
 from shardtune.models.cut_units import CutUnits
 from shardtune.models.loss import TokenLoss
+from shardtune.models.loss_terms import TERM, Evaluation, Losses, Measured, named
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import recipe_tokenizer
@@ -36,26 +37,9 @@ from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import check_names, check_planned, expanded
 
 LABELS = "labels"
-TERM = "loss"
-"""The name of a loss that is the only one."""
-
-Losses = LossSum | Mapping[str, LossSum]
-Measured = Mapping[str, Metric | tuple[float, float]]
 WeightSource = Mapping[str, torch.Tensor | Callable[[], torch.Tensor] | str | Path | None] | str | Path | None
 """The source of weights: tensors, or functions that make them, by name; files; None: the module's constructor. In a
 mapping a submodule's name may represent all of its tensors, with a path or None."""
-
-
-class Evaluation(NamedTuple):
-    """The losses and metrics of a micro-batch.
-
-    Attributes:
-        losses: as `Adapter.loss` returns them, by term.
-        metrics: (sum, weight) by name.
-    """
-
-    losses: dict[str, LossSum]
-    metrics: Measured
 
 
 class Adapter(ABC):
@@ -408,154 +392,10 @@ class Adapter(ABC):
         """Undo the changes of `build` to a model that the caller continues to use."""
 
 
-class WholeStepAdapter(Adapter):
-    """A model whose loss is no sum over rows but a function of all rows of a step, such as a contrastive loss.
-
-    `outputs` is computed micro-batch by micro-batch and gathered from all ranks; `step_loss` receives those of all rows
-    of the step, for any ranks and micro-batches. Each micro-batch is computed twice, so that memory is that of one of
-    them (Gao et al., 2021, arXiv:2101.06983). Evaluation is by `step_loss` alone: a `metrics` of its own is refused.
-
-    Attributes:
-        evaluation_rows: rows that `step_loss` compares at once in evaluation, in the order of the set. The size of the
-            steps of training has no part in it, so that the losses of different runs can be compared.
-    """
-
-    evaluation_rows: ClassVar[int] = 64
-
-    @abstractmethod
-    def outputs(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Tensors [rows, ...] of one micro-batch, by name."""
-
-    @abstractmethod
-    def step_loss(self, outputs: Mapping[str, torch.Tensor]) -> Losses:
-        """The loss of a step from the outputs of all its rows, in an order that is the same on all ranks."""
-
-    @property
-    def predicts(self) -> bool:
-        """False: its loss is no sum over targets."""
-        return False
-
-    def loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """The loss of a step that is one micro-batch."""
-        return self.step_loss(self.outputs(model, batch))
-
-    def root(self, model: nn.Module) -> AdapterRoot:
-        compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
-        return WholeStepRoot(self, model)
-
-
-class LanguageModel(Adapter):
-    """A model over rows of tokens, packed end to end, that can also generate.
-
-    Attributes:
-        token_term: the term of its loss that is the mean cross-entropy of tokens, neither scaled nor smoothed, of which
-            evaluation computes `eval/perplexity`; None: no term is.
-    """
-
-    token_term: ClassVar[str | None] = None
-
-    @property
-    def metric_names(self) -> Sequence[str]:
-        """The metrics of `evaluate` besides losses and `token_accuracy`."""
-        return ()
-
-    @abstractmethod
-    def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
-        """[positions, vocabulary]: the logits at these tokens, computed as in `loss`."""
-
-    @abstractmethod
-    def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
-        """[positions, vocabulary]: the logits of one row alone, by the model's own forward and its own attention."""
-
-    @abstractmethod
-    def generate(
-        self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
-    ) -> torch.Tensor:
-        """Continue left-padded prompts [rows, tokens]; returns prompts and answers, int64 [rows, longer]."""
-
-    def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
-        """A prompt that is added to batches without images if another of these prompts has some; None if none has.
-
-        All ranks have to call the same parts of a sharded model.
-        """
-        return None
-
-    @property
-    def max_positions(self) -> int | None:
-        """Tokens that the model has positions for, of a prompt and its answer together; None: any number."""
-        return None
-
-    def prompts_apart(self, prompt: Prompt) -> bool | None:
-        """Whether prompts cannot be continued in a batch, as the model computes each in a way of its own; None if they
-        can. Two prompts for which it is True and False call other parts of the model."""
-        return None
-
-    def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
-        """Further inputs of `generate` for prompts whose tokens are padded on the left to `longest`."""
-        return {}
-
-    def padding_changes(self, model: nn.Module, alone: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:
-        """Whether the model computes a prompt otherwise where it is padded, so that prompts of different lengths cannot
-        be continued in a batch; by default it does not.
-
-        Args:
-            model: as in `generate`.
-            alone: its inputs for one prompt.
-            padded: those for the same prompt and a longer one.
-        """
-        return False
-
-    def root(self, model: nn.Module) -> LanguageRoot:
-        return LanguageRoot(self, model)
-
-
 def cannot_share_sequences(what: str, why: str) -> ParallelError:
     """The error for a model without sequence parallelism."""
     where = "actor.parallel.sequence"
     return ParallelError(f"{what} cannot share sequences among ranks: {why}", where=where, remedy=f"set {where}: 1")
-
-
-def named(losses: Losses) -> dict[str, LossSum]:
-    """The terms of a loss by name, checked: each a scalar with a graph (in training) and a weight.
-
-    Raises:
-        ModelError: a term is no `LossSum` of a scalar and a number, or has no graph.
-    """
-    terms = {TERM: losses} if isinstance(losses, LossSum) else losses
-    if not isinstance(terms, Mapping) or not all(isinstance(term, LossSum) for term in terms.values()):
-        raise ModelError(
-            f"loss returned a {type(losses).__name__}, not a LossSum or a dict of them",
-            where="Adapter.loss",
-            remedy="return LossSum(total, weight): the sum of the loss over its targets, and how many they are",
-        )
-    found = {name: _summable(name, term) for name, term in terms.items()}
-    if torch.is_grad_enabled() and found and not any(term.total.requires_grad for term in found.values()):
-        raise ModelError(
-            "the loss has no graph: no parameter that is trained has a part in it",
-            where="Adapter.loss",
-            remedy="compute it from what model(…) returns; .detach(), .item(), .data and torch.no_grad() cut the graph",
-        )
-    return found
-
-
-def _summable(name: str, term: LossSum) -> LossSum:
-    """A loss term, checked to have a scalar as its total and a number as its weight."""
-    total, weight = term
-    if not isinstance(total, torch.Tensor) or total.ndim:
-        kind = f"of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
-        raise ModelError(
-            f"the total of the loss {name!r} is {kind}, not a tensor with one number",
-            where="Adapter.loss",
-            remedy='sum over the targets: reduction="sum", or losses.sum()',
-        )
-    try:
-        return LossSum(total, float(weight))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"the weight of the loss {name!r} is {weight!r}, not a number",
-            where="Adapter.loss",
-            remedy="give how many targets the total is a sum of: LossSum(total, len(targets))",
-        ) from error
 
 
 class AdapterRoot(nn.Module):
@@ -591,52 +431,3 @@ class AdapterRoot(nn.Module):
 def _weightless(losses: Mapping[str, LossSum]) -> dict[str, LossSum]:
     """The losses of a batch of fillers with weight 0; they keep their graph, for the collectives of the backward."""
     return {name: LossSum(losses[name].total * 0.0, 0.0) for name in losses}
-
-
-class WholeStepRoot(AdapterRoot):
-    """A root whose forward returns the outputs from which the loss of a step is computed."""
-
-    def __init__(self, adapter: WholeStepAdapter, model: nn.Module) -> None:
-        super().__init__(adapter, model)
-        self._step_adapter = adapter
-
-    def forward(self, batch: Batch) -> dict[str, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = self._step_adapter.outputs(self.model, batch)
-        return dict(found) if isinstance(found, Mapping) else found  # `WholeStep` refuses anything else
-
-
-class LanguageRoot(AdapterRoot):
-    """A root that also computes logits and generates."""
-
-    entry_points = (*AdapterRoot.entry_points, "logits", "reference_logits", "generate", "padding_changes")
-
-    def __init__(self, adapter: LanguageModel, model: nn.Module) -> None:
-        super().__init__(adapter, model)
-        self._language = adapter
-
-    def logits(self, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
-        return self._language.logits(self.model, batch, positions)
-
-    def reference_logits(self, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
-        return self._language.reference_logits(self.model, batch, positions)
-
-    def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
-        return self._language.companion_prompt(prompts)
-
-    @property
-    def max_positions(self) -> int | None:
-        return self._language.max_positions
-
-    def prompts_apart(self, prompt: Prompt) -> bool | None:
-        return self._language.prompts_apart(prompt)
-
-    def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
-        return self._language.prompt_inputs(prompts, longest)
-
-    def padding_changes(self, alone: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:
-        return self._language.padding_changes(self.model, alone, padded)
-
-    def generate(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
-    ) -> torch.Tensor:
-        return self._language.generate(self.model, input_ids, attention_mask, arguments)

@@ -17,9 +17,10 @@ from shardtune.config.user_code import check_call, names_in
 from shardtune.data.robot.returns import RETURN
 from shardtune.errors import ConfigError
 from shardtune.models.action.acting import ActingAdapter
-from shardtune.models.adapter import Adapter, WholeStepAdapter
+from shardtune.models.adapter import Adapter
 from shardtune.models.value_head import ValueHead
 from shardtune.models.value_loss import HEAD
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 
 ADD_HEAD, DISCOUNT = "actor.model.add_value_head", "actor.model.value_head.discount"
 PAGE = "docs/add-a-model.md shows how"

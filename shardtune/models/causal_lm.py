@@ -25,14 +25,7 @@ from shardtune.data.encoder import Row, TooLong
 from shardtune.data.loader.packing import NO_ROW, pack
 from shardtune.errors import ModelError
 from shardtune.models.activation_checkpointing import checkpoint_pretrained
-from shardtune.models.adapter import (
-    AdapterRoot,
-    Evaluation,
-    LanguageModel,
-    LanguageRoot,
-    WeightSource,
-    cannot_share_sequences,
-)
+from shardtune.models.adapter import AdapterRoot, WeightSource, cannot_share_sequences
 from shardtune.models.attention_heads import check_heads_of, forms_ring, shared_heads
 from shardtune.models.attention_implementation import (
     pretrained,
@@ -41,12 +34,14 @@ from shardtune.models.distillation import Distillation, Distilled, TeacherLogits
 from shardtune.models.embedding_noise import embedding_noise
 from shardtune.models.generation_settings import one_text_each, reads_padding
 from shardtune.models.language_head import AtHead, declared_transform, own_forward
+from shardtune.models.language_model import LanguageModel, LanguageRoot
 from shardtune.models.loss import (
     IDENTITY,
     PLAIN,
     TokenLoss,
     router_balance,
 )
+from shardtune.models.loss_terms import Evaluation
 from shardtune.models.mixed_precision import NarrowedBuffer, narrow_buffers
 from shardtune.models.packed_attention import DOCUMENTS
 from shardtune.models.packing_limit import PackingLimit

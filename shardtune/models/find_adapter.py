@@ -31,10 +31,11 @@ from shardtune.models.action.openvla_processor import load_openvla_processor, op
 from shardtune.models.action.policy import ActionPolicy
 from shardtune.models.action.settings import acts_on, kept_statistics, settings_for
 from shardtune.models.action.vision_language_action import VisionLanguageAction
-from shardtune.models.adapter import Adapter, LanguageModel
+from shardtune.models.adapter import Adapter
 from shardtune.models.adapter_contract import check_adapter_class, check_keys_of_actions, check_made
 from shardtune.models.causal_lm import CausalLM, CausalLMSettings
 from shardtune.models.check_sizes import check_sizes
+from shardtune.models.language_model import LanguageModel
 from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.policies.names import policy_class
 from shardtune.models.pretrained import (

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardtune.batch import PackedBatch, Sample
 from shardtune.errors import ModelError
-from shardtune.models.adapter import LanguageRoot
+from shardtune.models.language_model import LanguageRoot
 from shardtune.models.mixed_precision import HALF
 from shardtune.parallel.fp32_compute import computing_in_fp32, may_be_the_models
 

@@ -8,13 +8,15 @@ from typing import TypeVar
 
 from shardtune.config import Recipe
 from shardtune.errors import ConfigError
-from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, WholeStepAdapter
+from shardtune.models.adapter import Adapter, AdapterRoot
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.chosen_loss import chosen_loss
 from shardtune.models.distillation import Distillation
+from shardtune.models.language_model import LanguageModel
 from shardtune.models.loss import TokenLoss
 from shardtune.models.teacher import find_teacher
 from shardtune.models.user_metrics import METRICS, UserMetrics
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 
 R = TypeVar("R", bound=AdapterRoot)
 OF_LOSSES = ("loss", "perplexity")

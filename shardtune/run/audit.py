@@ -16,8 +16,8 @@ from shardtune.data.audit.near import NEAR as NEAR_SHARE
 from shardtune.data.audit.padding import padding_avoided
 from shardtune.data.prepare import PreparedData, prepare_data
 from shardtune.errors import ConfigError
-from shardtune.models.adapter import LanguageModel
 from shardtune.models.find_adapter import find_adapter
+from shardtune.models.language_model import LanguageModel
 from shardtune.run.choose_worker import worker_class
 from shardtune.run.display import shown_path
 from shardtune.training.worker.adapter_worker import SFTWorker

@@ -9,9 +9,11 @@ import torch
 
 from shardtune.batch import Metric
 from shardtune.evaluate.loss import as_metrics
-from shardtune.models.adapter import Adapter, LanguageModel, WholeStepAdapter
+from shardtune.models.adapter import Adapter
+from shardtune.models.language_model import LanguageModel
 from shardtune.models.tasks.task import TextTask
 from shardtune.models.user_metrics import Prediction
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.verify.kit import Kit
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.trial import CLOSE, Trial, apart

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardtune.errors import ShardtuneError
 from shardtune.models.activation_checkpointing import checkpoint_unit
-from shardtune.models.adapter import LanguageModel
+from shardtune.models.language_model import LanguageModel
 from shardtune.parallel.meta_init import named_tensors
 from shardtune.parallel.unit_calls import CALL_ALL
 from shardtune.training.worker.adapter_worker import SFTWorker

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from shardtune.batch import Batch, LossSum
-from shardtune.models.adapter import Adapter, WholeStepAdapter
+from shardtune.models.adapter import Adapter
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.parallel.meta_init import named_tensors, persistent_buffers
 from shardtune.training.build.model import build_empty, seeded
 from shardtune.verify.case import STEPS

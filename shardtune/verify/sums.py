@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from shardtune.batch import Batch
-from shardtune.models.adapter import LanguageRoot, WholeStepAdapter
+from shardtune.models.language_model import LanguageRoot
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.training.worker.loss_probe import ALONE, MEAN
 from shardtune.verify.buffers import check_moving_buffers
 from shardtune.verify.kit import PARITY, Kit

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from shardtune.batch import Batch, PackedBatch
-from shardtune.models.adapter import LanguageRoot
+from shardtune.models.language_model import LanguageRoot
 from shardtune.verify.masks import halves, without_last_target
 from shardtune.verify.result import Failed
 from shardtune.verify.trial import CLOSE, Trial, apart

@@ -16,8 +16,8 @@ from shardtune.batch import Prompt, Sample
 from shardtune.data.loader.packing import pack
 from shardtune.errors import ConfigError, DataError
 from shardtune.evaluate.generate import Generator, Matcher, Sampling
-from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
+from shardtune.models.language_model import LanguageRoot
 from shardtune.parallel.ranks import Ranks
 from tests.support import tiny_checkpoint as tiny
 

@@ -8,7 +8,9 @@ import pytest
 
 from shardtune.models.action.acting import ActingRoot
 from shardtune.models.action.vision_language_action import ActionRoot
-from shardtune.models.adapter import AdapterRoot, LanguageRoot, WholeStepRoot
+from shardtune.models.adapter import AdapterRoot
+from shardtune.models.language_model import LanguageRoot
+from shardtune.models.whole_step_adapter import WholeStepRoot
 
 
 @pytest.mark.parametrize("root", [AdapterRoot, WholeStepRoot, LanguageRoot, ActingRoot, ActionRoot])

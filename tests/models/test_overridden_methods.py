@@ -22,9 +22,9 @@ from shardtune.evaluate.environments.find import EnvironmentSource
 from shardtune.evaluate.environments.point2d import Point2d
 from shardtune.evaluate.environments.scripted import ScriptedEnvironment, demonstrations
 from shardtune.models import find_adapter
-from shardtune.models.adapter import LanguageModel
 from shardtune.models.adapter_contract import UNCALLED_IN_WHOLE_STEPS
 from shardtune.models.causal_lm import CausalLM
+from shardtune.models.language_model import LanguageModel
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.adapter import verify_adapter

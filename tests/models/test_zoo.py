@@ -19,9 +19,9 @@ from shardtune.config import load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ModelError, ParallelError
 from shardtune.models import packing_probe
-from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.find_adapter import find_adapter
+from shardtune.models.language_model import LanguageRoot
 from shardtune.models.packing_limit import BLOCKS
 from shardtune.models.router_loss import RouterLoss
 from shardtune.parallel.fp32_compute import computing_in_fp32

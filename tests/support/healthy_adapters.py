@@ -16,7 +16,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from shardtune import Adapter, Batch, LossSum, Prediction, Sample
 from shardtune.batch import PackedBatch
 from shardtune.data.loader.packing import NO_ROW, pack
-from shardtune.models.adapter import LanguageModel, WholeStepAdapter
+from shardtune.models.language_model import LanguageModel
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 
 ROWS = 8
 Row = Mapping[str, Any]

@@ -17,7 +17,7 @@ from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.config import ActorConfig, load_recipe
 from shardtune.data.loader.step_loader import BatchMaker, Limits
 from shardtune.errors import ModelError
-from shardtune.models.adapter import WholeStepAdapter
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.optim.build import build_optimizer
 from shardtune.parallel.fsdp2 import shard
 from shardtune.parallel.ranks import join_ranks

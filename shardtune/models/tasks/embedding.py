@@ -28,7 +28,7 @@ from shardtune.config import Recipe
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.row_formats import present
 from shardtune.errors import ConfigError
-from shardtune.models.adapter import TERM, Losses, WholeStepAdapter, WholeStepRoot
+from shardtune.models.loss_terms import TERM, Losses
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.options import KEY
 from shardtune.models.pretrained import MODEL_PATH, settings_directory
@@ -53,6 +53,7 @@ from shardtune.models.tasks.metrics import correlations, installed, ranking
 from shardtune.models.tasks.retrieval import ranks_of_right, text_number
 from shardtune.models.tasks.similarity import cosent, info_nce
 from shardtune.models.tasks.task import Outputs, Record, TaskRoot, TextTask
+from shardtune.models.whole_step_adapter import WholeStepAdapter, WholeStepRoot
 from shardtune.parallel.precision import COMPUTE_DTYPE
 
 AT = (1, 5, 10)

@@ -45,8 +45,9 @@ from shardtune.data.images.whole_rows import WholeRows
 from shardtune.data.loader.packing import pack
 from shardtune.data.loader.step_loader import Companion
 from shardtune.errors import ConfigError, ModelError
-from shardtune.models.adapter import AdapterRoot, LanguageRoot, cannot_share_sequences
+from shardtune.models.adapter import AdapterRoot, cannot_share_sequences
 from shardtune.models.causal_lm import CausalLM
+from shardtune.models.language_model import LanguageRoot
 from shardtune.models.lora.attach import base_tensors
 from shardtune.models.vision.processors import applied_images
 from shardtune.parallel.meta_init import init_empty_weights

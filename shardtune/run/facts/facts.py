@@ -29,9 +29,9 @@ from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.errors import DataError, ShardtuneError
 from shardtune.evaluate.generate import Sampling
 from shardtune.models.action.acting import ActingAdapter
-from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.generation_settings import own_settings
+from shardtune.models.language_model import LanguageRoot
 from shardtune.models.lora.attach import is_adapted
 from shardtune.models.lora.config import CONFIG_FILE
 from shardtune.models.lora.init import changes_base

@@ -15,7 +15,8 @@ from shardtune.data.loader.packing import pack
 from shardtune.data.loader.protocol import DataState
 from shardtune.data.prepare import PreparedData, prepare_data
 from shardtune.errors import ConfigError
-from shardtune.models.adapter import Adapter, LanguageModel
+from shardtune.models.adapter import Adapter
+from shardtune.models.language_model import LanguageModel
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.parallel.ranks import Ranks
 from shardtune.run.plan.ledger import CPU

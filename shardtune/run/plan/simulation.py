@@ -21,11 +21,12 @@ from shardtune.checkpoint.quantized.scheme import MXFP4, quantization_of
 from shardtune.checkpoint.weight_files import has_weights, stored_dtype
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
-from shardtune.models.adapter import Adapter, AdapterRoot, WeightSource, WholeStepAdapter
+from shardtune.models.adapter import Adapter, AdapterRoot, WeightSource
 from shardtune.models.distillation import Distillation, TeacherLogits, TopTokens
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.pretrained import settings_directory
 from shardtune.models.recipe_hooks import Hooks
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.optim.build import build_optimizer, check_optimizer
 from shardtune.optim.low_bit import LowBitOptimizer
 from shardtune.optim.quantized_state import chunks, codes, full_dtype

@@ -10,9 +10,9 @@ from torch import nn
 
 from shardtune.batch import PackedBatch
 from shardtune.config import Recipe
-from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.distillation import TeacherLogits, TopTokens
+from shardtune.models.language_model import LanguageRoot
 from shardtune.models.teacher import teacher_recipe
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.precision import COMPUTE_DTYPE, SUM_DTYPE

@@ -27,11 +27,12 @@ from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, sum_evaluation, summari
 from shardtune.models.action.absolute import absolute_policy
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.action.chunks import ObservationHistory, too_many_steps
-from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, LanguageRoot, WholeStepAdapter
+from shardtune.models.adapter import Adapter, AdapterRoot
 from shardtune.models.adapter_contract import check_value_head
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.distillation import Distillation
 from shardtune.models.fast_parts.start import TOKENS, FastParts, fast_parts
+from shardtune.models.language_model import LanguageModel, LanguageRoot
 from shardtune.models.packing_probe import LONGEST
 from shardtune.models.policies.policy import Policy
 from shardtune.models.recipe_hooks import Hooks
@@ -39,6 +40,7 @@ from shardtune.models.source_losses import SourceLosses
 from shardtune.models.tasks.task import Record, TaskRoot, TextTask
 from shardtune.models.teacher import unknown_tokens
 from shardtune.models.value_loss import ValueLoss, explained, metrics_of
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.build.model import build_empty

@@ -24,13 +24,15 @@ from shardtune.data.prepare import PreparedData, prepare_data
 from shardtune.errors import ConfigError
 from shardtune.evaluate.generate import Generator
 from shardtune.evaluate.loss import as_metrics
-from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, WholeStepAdapter
+from shardtune.models.adapter import Adapter, AdapterRoot
 from shardtune.models.fast_parts.start import check_available
 from shardtune.models.find_adapter import find_adapter
+from shardtune.models.language_model import LanguageModel
 from shardtune.models.lora.attach import detach_adapter
 from shardtune.models.new_tokens import add_new_tokens, notes_on_unseen
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.models.tasks.seq2seq import Seq2Seq
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.optim.build import check_optimizer
 from shardtune.parallel.ranks import num_ranks
 from shardtune.training.build.lora import is_adapter

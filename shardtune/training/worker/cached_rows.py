@@ -43,9 +43,10 @@ from shardtune.evaluate.harness import Harness, HarnessModel
 from shardtune.evaluate.loss import check_monitors, evaluation_blocks
 from shardtune.evaluate.run_harness import ReadTasks, check_task_names, read_tasks, run_harness
 from shardtune.models.action.acting import ActingAdapter
-from shardtune.models.adapter import Adapter, LanguageModel, LanguageRoot, WeightSource
+from shardtune.models.adapter import Adapter, WeightSource
 from shardtune.models.adapter_contract import check_value_head
 from shardtune.models.causal_lm import TOKENS
+from shardtune.models.language_model import LanguageModel, LanguageRoot
 from shardtune.models.pretrained import has_tokenizer, model_directory
 from shardtune.models.value_loss import described as trained_on
 from shardtune.optim.build import build_optimizer

@@ -34,7 +34,8 @@ from shardtune.checkpoint.training_state import (
 )
 from shardtune.config import Recipe
 from shardtune.errors import CheckpointError
-from shardtune.models.adapter import AdapterRoot, LanguageRoot, WeightSource
+from shardtune.models.adapter import AdapterRoot, WeightSource
+from shardtune.models.language_model import LanguageRoot
 from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.config import head_of
 from shardtune.models.lora.init import changes_base

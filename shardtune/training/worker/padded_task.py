@@ -21,8 +21,8 @@ from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.data.user_loader.batch import with_names
 from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, evaluation_blocks, sum_evaluation, summarize
 from shardtune.models.activation_checkpointing import set_execution
-from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import TOKENS, CausalLM
+from shardtune.models.language_model import LanguageRoot
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.run_summary import RunSummary

@@ -34,11 +34,12 @@ from shardtune.data.loader.protocol import DataState, MicroBatch
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.loader import BatchLoader
-from shardtune.models.adapter import Adapter, WholeStepAdapter
+from shardtune.models.adapter import Adapter
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.lora.attach import adapter_config, lora_layers, saved_whole
 from shardtune.models.pretrained import load_config, model_directory
 from shardtune.models.router_loss import RouterLoss
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.optim.named_class import is_of_torch, optimizer_class
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.training.step import ROW_DRAWS
