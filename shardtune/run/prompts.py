@@ -35,7 +35,7 @@ class PromptBuilder:
     ) -> Prompt:
         """A conversation to answer; see `ImageChatEncoder.prompt` for the place of images, `read_tools` for tools,
         `read_arguments` for values of the chat template."""
-        with self._told(*messages):
+        with self._named(*messages):
             known, given = read_tools(tools), read_arguments(template_kwargs)
             if isinstance(self._encoder, ImageChatEncoder):
                 return self._encoder.prompt(messages, known, images, template_kwargs=given)
@@ -45,7 +45,7 @@ class PromptBuilder:
 
     def text(self, text: str, images: Sequence[object] = ()) -> Prompt:
         """A text to continue."""
-        with self._told(text):
+        with self._named(text):
             if isinstance(self._encoder, ImageChatEncoder):
                 return self._encoder.text_prompt(text, images)
             if images:
@@ -53,7 +53,7 @@ class PromptBuilder:
             return self._encoder.text_prompt(text)
 
     @contextmanager
-    def _told(self, *given: object) -> Iterator[None]:
+    def _named(self, *given: object) -> Iterator[None]:
         self._count += 1
         try:
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,6 @@ from shardtune.config import Recipe
 from shardtune.config.own_code import require_consent
 from shardtune.config.paths import user_path
 from shardtune.config.user_code import import_plugins
-from shardtune.data.chat.encoder import ChatEncoder
-from shardtune.data.messages import ROLES
 from shardtune.data.sources.inference_rows import InferenceRows
 from shardtune.errors import CheckpointError, ConfigError, DataError
 from shardtune.evaluate.generate import Sampling
@@ -30,6 +28,7 @@ from shardtune.run.choose_worker import Objects, make_worker, worker_class
 from shardtune.run.directory import check_writable, load_config, no_run
 from shardtune.run.evaluation_notes import notes_on_overrides
 from shardtune.run.exporting import exporting
+from shardtune.run.given_prompts import check_arguments, given_prompts, merged_sampling
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
 from shardtune.run.model_card import CARD, RunRecord, make_card
 from shardtune.run.overridden import overridden, require_kept
@@ -207,44 +206,15 @@ class Run:
             ConfigError: a prompt is neither text nor a list of turns, or the arguments do not fit together.
         """
         settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-        sampling = _sampling(sampling, {name: value for name, value in settings.items() if value is not None})
-        prompt_list = (
-            list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping) else [prompts]
+        sampling = merged_sampling(sampling, settings)
+        given = given_prompts(
+            prompts, system=system, raw=raw, images=images, tools=tools, template_kwargs=template_kwargs
         )
-        for number, prompt in enumerate(prompt_list, 1):
-            _check_prompt(prompt, number)
-        raws = list(raw) if isinstance(raw, Sequence) else [bool(raw)] * len(prompt_list)
-        tool_lists = [tools] if isinstance(prompts, str) else list(tools) or [None] * len(prompt_list)
-        _check_lists(tool_lists, prompt_list, "tools")
-        image_lists = (
-            [images] if isinstance(prompts, str) else [_images(one) for one in images or [()] * len(prompt_list)]
-        )
-        _check_lists(image_lists, prompt_list, "images")
-        given = [template_kwargs] * len(prompt_list) if isinstance(template_kwargs, Mapping) else list(template_kwargs)
-        given = given or [None] * len(prompt_list)
-        for name, values in (("template_kwargs", given), ("raw", raws)):
-            if len(values) != len(prompt_list):
-                raise ConfigError(
-                    f"{len(prompt_list)} prompts, and {name} is given for {len(values)}",
-                    where=f"{name}=",
-                    remedy="give one for all prompts, or one for each",
-                )
-        for number, (prompt, is_raw) in enumerate(zip(prompt_list, raws, strict=True)):
-            if is_raw:
-                _check_raw(prompt, number + 1, system, tool_lists[number], given[number])
         worker = answering(self, checkpoint)
         encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
-        if isinstance(template_kwargs, Mapping):
-            _check_arguments(encoder, template_kwargs)
+        check_arguments(encoder, template_kwargs)
         builder = PromptBuilder(encoder, str(self.dir))
-        encoded = [
-            builder.text(str(prompt), images)
-            if is_raw
-            else builder.turns(_conversation(prompt, system), images, tools, values)
-            for prompt, images, tools, values, is_raw in zip(
-                prompt_list, image_lists, tool_lists, given, raws, strict=True
-            )
-        ]
+        encoded = [prompt.build(builder, system) for prompt in given]
         return worker.generator().answers(encoded, sampling)
 
     @recipe_settings()
@@ -503,80 +473,4 @@ def nothing_to_evaluate() -> ConfigError:
         "there is nothing to evaluate on: data.eval_data_paths and eval.environment are null, eval.harness is empty",
         where="data.eval_data_paths",
         remedy="set data.eval_data_paths or data.eval_split; from Python, or give rows: run.evaluate(eval_data=…)",
-    )
-
-
-def _sampling(given: Sampling | None, settings: Mapping[str, float]) -> Sampling:
-    if given is not None and settings:
-        raise ConfigError(
-            f"sampling and {', '.join(settings)} are both given",
-            where="generate(sampling=…)",
-            remedy="keep one of them: Sampling(max_new_tokens=…, temperature=…, top_p=…, seed=…)",
-        )
-    return replace(given or Sampling(), **settings)
-
-
-def _check_prompt(prompt: object, number: int) -> None:
-    """Refuse what is neither the text of a user turn nor a list of turns, such as a row."""
-    if isinstance(prompt, str):
-        return
-    if isinstance(prompt, Sequence) and all(isinstance(turn, Mapping) for turn in prompt):
-        return
-    keys = f" (its keys: {', '.join(map(str, prompt))})" if isinstance(prompt, Mapping) else ""
-    shown = f"a {type(prompt).__name__}{keys}"
-    raise ConfigError(
-        f"the prompt is {shown}, neither text nor a list of turns",
-        where=f"prompt {number:,}",
-        remedy='give texts, or conversations: generate(["Hi", [{"role": "user", "content": "Hi"}]]); rows of a file '
-        "are for shardtune generate --file",
-    )
-
-
-def _check_arguments(encoder: ChatEncoder, given: Mapping[str, object]) -> None:
-    """Refuse values for all prompts that the chat template does not take."""
-    wrong = None if encoder.template is None else encoder.template.fault_of(given)
-    if wrong is not None:
-        raise DataError(
-            wrong, where="template_kwargs (--template-kwargs)", remedy="leave it out, or give what the template reads"
-        )
-
-
-def _check_raw(prompt: object, number: int, system: str | None, tools: object, template_kwargs: object) -> None:
-    """Refuse to continue, without the chat template, what needs one."""
-    given = {"--system": system, "tools": tools, "values for the chat template": template_kwargs}
-    given["messages"] = None if isinstance(prompt, str) else prompt
-    named = [name for name, value in given.items() if value]
-    if named:
-        raise ConfigError(
-            f"raw text is continued as it is, without the chat template, and has no {', no '.join(named)}",
-            where=f"prompt {number:,}",
-            remedy=f"leave out {' and '.join(named)}, or --raw; a row with prompt and completion as text is continued "
-            "so too: leave out its completion, and its prompt is a user turn",
-        )
-
-
-def _check_lists(lists: Sequence[object], prompts: Sequence[object], what: str) -> None:
-    """Refuse another number of lists, of tools or images, than of prompts."""
-    if len(lists) != len(prompts):
-        raise ConfigError(
-            f"{len(prompts)} prompts and {len(lists)} lists of {what}",
-            where=f"{what}=",
-            remedy=f"give a list of {what} for each prompt, empty for one without",
-        )
-
-
-def _conversation(prompt: str | Sequence[Mapping[str, object]], system: str | None) -> list[Mapping[str, object]]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    has_one = any(ROLES.get(str(turn.get("role", turn.get("from")))) == "system" for turn in messages)
-    return [*messages] if system is None or has_one else [{"role": "system", "content": system}, *messages]
-
-
-def _images(given: object) -> Sequence[object]:
-    """The images of one of several prompts."""
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        return given
-    raise ConfigError(
-        f"the images of a prompt are a {type(given).__name__}, not a list",
-        where="images=",
-        remedy="give a list of images for each prompt, empty for one without",
     )

@@ -14,7 +14,8 @@ from shardtune.config.schema.data import DataConfig
 from shardtune.data.sources.inference_rows import InferenceRows
 from shardtune.data.sources.transform import load_transform
 from shardtune.errors import ConfigError, DataError
-from shardtune.run.run import Run, _conversation
+from shardtune.run.given_prompts import conversation
+from shardtune.run.run import Run
 from tests.support.workspace import write_rows
 
 ASKED, ANSWERED = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -148,5 +149,5 @@ def test_python_refuses_what_is_no_prompt(prompts: Any, options: dict[str, Any],
 
 def test_a_rows_own_system_turn_takes_precedence() -> None:
     own = [{"role": "developer", "content": "S"}, ASKED]
-    assert _conversation(own, "T") == own
-    assert _conversation("Q", "T") == [{"role": "system", "content": "T"}, ASKED]
+    assert conversation(own, "T") == own
+    assert conversation("Q", "T") == [{"role": "system", "content": "T"}, ASKED]
