@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -14,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from shardtune.batch import Batch, Metric, Prompt, Sample
 from shardtune.batch.seeds import derive_seed
 from shardtune.checkpoint.hf_load import check_weights
-from shardtune.checkpoint.hf_save import stop_tokens
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import long_key
@@ -39,9 +37,7 @@ from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.errors import ConfigError, ModelError
 from shardtune.evaluate.answers import Answers, answered_rows, make_matcher
 from shardtune.evaluate.generate import Generator, Sampling
-from shardtune.evaluate.harness import Harness, HarnessModel
 from shardtune.evaluate.loss import check_monitors, evaluation_blocks
-from shardtune.evaluate.run_harness import ReadTasks, check_task_names, read_tasks, run_harness
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, WeightSource
 from shardtune.models.adapter_contract import check_value_head
@@ -63,10 +59,10 @@ from shardtune.training.worker.data_position import horizon
 from shardtune.training.worker.model_export import TextParts
 from shardtune.training.worker.model_state import outer_parameters
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
+from shardtune.training.worker.task_harness import TaskHarness
 from shardtune.training.worker.user_evaluation import metrics_of
 
 GENERATION_ROWS = 64
-HARNESS_ROWS = 16
 NAMED_ROWS = 8
 """How many rows of a skipped step are named one by one."""
 
@@ -120,8 +116,7 @@ class CachedRowsTask(Task):
         self.methods = methods
         self._matcher = make_matcher(recipe.eval)
         self.stands_for = 1  # data-parallel ranks in whose place this one computes, one after the other
-        self._harness = harness(recipe, adapter)
-        self._harness_tasks: ReadTasks | None = None
+        self._harness = TaskHarness.of(recipe, adapter)
         self._explained: set[str] = set()  # evaluation sets whose unmatched answers have been reported
 
     @property
@@ -407,68 +402,22 @@ class CachedRowsTask(Task):
         return self._harness is not None
 
     def prepare_harness(self, ranks: Ranks) -> None:
-        if self._harness is None:
-            return
-        if self._harness.settings.get("apply_chat_template") and self._text_tokenizer().chat_template is None:
-            raise self._harness.problem(
-                "harness_options has apply_chat_template, and the tokenizer has no chat template",
-                "give data.chat_template, or leave it out",
-            )
-        self._harness_tasks = read_tasks(self._harness, ranks)
+        if self._harness is not None:
+            self._harness.prepare(self.text, ranks)
 
     def evaluate_harness(self, evaluation: Evaluation) -> Mapping[str, float]:
-        if self._harness is None or self._harness_tasks is None:
-            return {}
-        model = self._harness_model(evaluation)
-        return run_harness(
-            self._harness, model, self._harness_tasks, poll=evaluation.poll, folder=evaluation.episodes_dir
-        )
+        return {} if self._harness is None else self._harness.evaluate(evaluation, self.text, self.logits_of)
 
     def and_scores(self, names: Sequence[str]) -> list[str] | None:
         """Names of metrics and those of the harness's scores; None where these are not known (yet)."""
         if self._harness is None:
             return [*names]
-        scores = None if self._harness_tasks is None else self._harness_tasks.score_names
+        scores = self._harness.score_names
         return None if scores is None else [*names, *(f"eval/{name}" for name in scores)]
 
     @abstractmethod
     def logits_of(self, root: LanguageRoot, tokens: torch.Tensor) -> torch.Tensor:
         """The logits [rows, tokens, vocabulary] of tokens int64 [rows, tokens], each of which sees those before it."""
-
-    def _harness_model(self, evaluation: Evaluation) -> HarnessModel:
-        root, tokenizer, actor = evaluation.model, self._text_tokenizer(), self.recipe.actor
-        if not isinstance(root, LanguageRoot) or not isinstance(root.model, PreTrainedModel):
-            raise ModelError(
-                f"model_provider_func returned a {type(root).__name__}, which lm-evaluation-harness cannot evaluate",
-                where="model_provider_func",
-                remedy="return what super().model_provider_func() returns, changed in place, or leave eval.harness out",
-            )
-        own = root.model.generation_config
-        stops = stop_tokens(None if own is None else own.eos_token_id, tokenizer, self.text.end_of_turn_ids)
-
-        def continued(tokens: torch.Tensor, mask: torch.Tensor, arguments: Mapping[str, object]) -> torch.Tensor:
-            together = {"synced_gpus": evaluation.ranks.mesh is not None}
-            ending = {"eos_token_id": stops} if stops else {}
-            return root.generate(tokens, mask, {**ending, **arguments, **together})
-
-        return HarnessModel(
-            logits=partial(self.logits_of, root),
-            continued=continued,
-            config=root.model.config,
-            tokenizer=tokenizer,
-            ranks=evaluation.ranks,
-            rows=actor.eval_micro_batch_size or actor.micro_batch_size or HARNESS_ROWS,
-        )
-
-    def _text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer as it is in `final/`."""
-        text = self.text
-        if text.tokenizer is None:
-            raise ConfigError("eval.harness needs a tokenizer", where="eval.harness", remedy="leave it out")
-        tokenizer = copy(text.tokenizer)
-        if text.chat_template is not None:
-            tokenizer.chat_template = text.chat_template
-        return tokenizer
 
     # Descriptions.
 
@@ -512,7 +461,7 @@ class CachedRowsTask(Task):
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         build_optimizer(trainable, recipe.actor.optim, outer=outer_parameters(model))
         if self._harness is not None:
-            check_task_names(self._harness)
+            self._harness.check_names()
         check_monitors(recipe.runner, self.metric_names())
 
     @property
@@ -550,21 +499,6 @@ class CachedRowsTask(Task):
 
 def _extent(rows: TrainingRows) -> str:
     return rows.describe() if isinstance(rows, RowsByFile) else f"{len(rows):,}"
-
-
-def harness(recipe: Recipe, adapter: Adapter) -> Harness | None:
-    """The tasks of lm-evaluation-harness that a recipe names; None without any.
-
-    Raises:
-        ConfigError: the model is no language model, or the package is not installed.
-    """
-    found = Harness.of(recipe)
-    if found is not None and not isinstance(adapter, LanguageModel):
-        raise found.problem(
-            f"{type(adapter).__name__} describes no language model",
-            "leave it out, or derive the adapter from shardtune's LanguageModel",
-        )
-    return found
 
 
 def token_counts(summary: RunSummary, rows: TrainingRows, token_term: str | None = None) -> RunSummary:
