@@ -248,5 +248,7 @@ def _open_entry(folder: Path) -> tuple[Entry | None, str | None]:
         return Entry(folder), None
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing" if folder.is_dir() else None
+    except NotADirectoryError as error:  # in the place of the entry, or of the cache: there is no entry then
+        return None, str(error) if folder.exists() else None
     except Exception as error:  # whatever is wrong with its description
         return None, str(error)

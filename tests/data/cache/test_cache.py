@@ -596,11 +596,13 @@ class TestTornEntries:
 
 
 class TestPlace:
-    def test_that_cannot_be_written(self, tmp_path, build):
+    @pytest.mark.parametrize("place", ["file", "file/cache"])
+    def test_that_cannot_be_written(self, tmp_path, build, said, place):
         path = write(tmp_path / "a.jsonl", ROWS[:2])
         (tmp_path / "file").write_text("in the way")
         with pytest.raises(DataError, match=r"(?s)cache cannot be written.*file.*set data.cache_dir"):
-            build(path, cache_dir=str(tmp_path / "file" / "cache"))
+            build(path, cache_dir=str(tmp_path / place))
+        assert not any("damaged" in line for line in said), said
 
     def test_built_entries_are_read_where_nothing_can_be_written(self, tmp_path, data, build, monkeypatch):
         path = write(tmp_path / "a.jsonl", ROWS[:2])
