@@ -23,7 +23,7 @@ from shardtune.run.choose_worker import Objects
 from shardtune.run.directory import check_unlocked, plan_run, without_final
 from shardtune.run.display import Display
 from shardtune.run.evaluation import evaluate
-from shardtune.run.preflight import is_one_of_several, read_together
+from shardtune.run.preflight import is_one_of_several, read_together, refuse_full, short_of_space
 from shardtune.run.push import check_push
 from shardtune.run.ranks import train_on_ray, train_on_this_machine
 from shardtune.run.run import Run, load_run
@@ -105,6 +105,8 @@ def _train(loaded: Recipe, objects: Objects, recording: Recording | None) -> Run
     check_push(loaded.runner.push_to_hub)
     if by_ray or loaded.runner.nproc_per_node > 1:
         _refuse_objects(loaded, objects)
+        if not by_ray:  # there another host may train
+            refuse_full({"": short_of_space(loaded)})
         for note in loaded.notes:  # the ranks read a recipe without them
             display.report(note)
         with listening() as stop:

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -235,8 +235,8 @@ def _meet(mine: Inventory, rank: int, world_size: int, recipe: Recipe | None) ->
         store.set("first", json.dumps(asdict(mine)))
     first = _received(store, "first", until, "rank 0 did not join")
     problems = [] if rank == 0 else compare(Inventory(**json.loads(first)), mine, rank)
-    problems += [] if recipe is None else short_of_space(recipe, rank, mine.host)
-    store.set(f"verdict/{rank}", json.dumps([mine.node, mine.host, problems]))
+    full = {} if recipe is None else short_of_space(recipe)
+    store.set(f"verdict/{rank}", json.dumps([mine.node, mine.host, problems, full]))
     if rank == 0:
         names = [f"verdict/{other}" for other in range(world_size)]
         late = "rank {} did not join"
@@ -244,9 +244,11 @@ def _meet(mine: Inventory, rank: int, world_size: int, recipe: Recipe | None) ->
         store.set("outcome", json.dumps(verdicts))
     verdicts = json.loads(_received(store, "outcome", until + SEEN_SECONDS, "rank 0 collected no verdicts"))
     _read_by_all(store, rank, world_size)
-    _raise_differences([problem for _, _, found in verdicts for problem in found], mine, rank)
+    _raise_differences([problem for _, _, found, _ in verdicts for problem in found], mine, rank)
+    if mine.error is None:
+        refuse_full({f"on {host}, ": full for _, host, _, full in verdicts})
     nodes: dict[str, list[int]] = {}
-    for other, (node, _, _) in enumerate(verdicts):
+    for other, (node, _, _, _) in enumerate(verdicts):
         nodes.setdefault(node, []).append(other)
     if len(nodes) > 1:
         _choose_interface()
@@ -358,10 +360,11 @@ def _seen(file: Path) -> bool:
     return True
 
 
-def short_of_space(recipe: Recipe, rank: int, host: str) -> list[str]:
-    """File systems that this rank writes to and that are full; room for a checkpoint is checked later."""
+def short_of_space(recipe: Recipe) -> dict[str, str]:
+    """File systems that this host writes to and that are full, by the key that names them; room for a checkpoint is
+    checked later."""
     places = {"runner.logger.log_path": run_directory(recipe), "data.cache_dir": recipe.data.cache_dir}
-    found = []
+    found = {}
     for key, place in places.items():
         if place is None:
             continue
@@ -370,8 +373,27 @@ def short_of_space(recipe: Recipe, rank: int, host: str) -> list[str]:
             folder = folder.parent
         free = shutil.disk_usage(folder).free
         if free < LEAST_FREE_BYTES:
-            found.append(f"rank {rank} on {host} has {free / 2**20:.0f} MiB left in {folder} ({key})")
+            found[key] = f"{folder} has {free / 2**20:.0f} MiB left"
     return found
+
+
+def refuse_full(hosts: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuse full file systems.
+
+    Args:
+        hosts: what `short_of_space` has found, by words for the host.
+
+    Raises:
+        ParallelError: one is full; names host, folder and key.
+    """
+    found = {f"{host}{text} ({key})": key for host, full in hosts.items() for key, text in full.items()}
+    if found:
+        keys = " and ".join(sorted(set(found.values())))
+        raise ParallelError(
+            f"several ranks need {LEAST_FREE_BYTES // 2**20} MiB of room: " + "; ".join(_shortened(list(found))),
+            where=keys,
+            remedy=f"make room, or set {keys} to another disk",
+        )
 
 
 def _raise_differences(problems: list[str], mine: Inventory, rank: int) -> None:

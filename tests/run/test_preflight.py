@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,10 +19,19 @@ import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file, save_file
 
+import shardtune.run.api as api
 import shardtune.run.preflight as preflight
 from shardtune.config import load_recipe
 from shardtune.errors import ParallelError, ShardtuneError
-from shardtune.run.preflight import Inventory, check_same_rows, compare, read_together, short_of_space, take_inventory
+from shardtune.run.preflight import (
+    Inventory,
+    check_same_rows,
+    compare,
+    read_together,
+    refuse_full,
+    short_of_space,
+    take_inventory,
+)
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
 from tests.support.tiny_run import Tiny, make_tiny, rows, write_rows
@@ -68,11 +78,30 @@ def test_a_run_directory_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_full_disk(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(tiny.recipe())
-    assert short_of_space(recipe, 1, "two") == []
+    assert short_of_space(recipe) == {}
+    refuse_full({"on two, ": {}})
     monkeypatch.setattr(preflight, "LEAST_FREE_BYTES", 2**60)
-    problems = short_of_space(recipe, 1, "two")
-    assert problems[0].startswith("rank 1 on two has ")
-    assert "runner.logger.log_path" in problems[0]
+    full = short_of_space(recipe)
+    with pytest.raises(ParallelError) as refused:
+        refuse_full({"on two, ": full})
+    assert f"on two, {tiny.folder} has " in str(refused.value)
+    assert refused.value.remedy is not None
+    assert "make room, or set data.cache_dir and runner.logger.log_path" in refused.value.remedy
+
+
+def test_a_full_disk_is_found_before_ranks_start(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "LEAST_FREE_BYTES", 2**60)
+    monkeypatch.setattr(api, "train_on_this_machine", lambda *given: pytest.fail("ranks were started"))
+    with pytest.raises(ParallelError, match="several ranks need"):
+        api.train(tiny.recipe("full", runner__nproc_per_node=2))
+    assert not tiny.run("full").exists()
+
+
+def test_a_full_disk_of_a_rank(tiny: Tiny) -> None:
+    first, second = run_ranks(_meet_full, 2, str(tiny.folder))
+    assert first == second
+    assert first.startswith("several ranks need ")
+    assert first.count("runner.logger.log_path") == 3, "one host, not each of its ranks"
 
 
 def test_the_inventory_knows_what_the_recipe_names(tiny: Tiny) -> None:
@@ -96,6 +125,12 @@ def _meet(folder: str, lr_of_rank_1: float, broken: bool) -> str:
         return f"lr {recipe.actor.optim.lr}, {'watched' if peers else 'one host'}"
     except ShardtuneError as error:
         return str(error)
+
+
+def _meet_full(folder: str) -> str:
+    """What a rank is told whose host has no room."""
+    with patch.object(preflight, "LEAST_FREE_BYTES", 2**60):
+        return _error(lambda: read_together(lambda: load_recipe(Tiny(Path(folder)).recipe("full"))))
 
 
 def test_ranks_that_agree_go_on(tiny: Tiny) -> None:
