@@ -27,6 +27,7 @@ from shardtune.models.lora.attach import trainable_patterns
 from shardtune.models.tasks.task import TASK_FILE
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE
 from shardtune.run.accelerate_settings import contradicted_settings
+from shardtune.run.alone import alone_of_several
 from shardtune.run.choose_worker import Objects, unused_workers, user_code
 from shardtune.run.directory import (
     DROPPED_ROWS,
@@ -154,6 +155,7 @@ class RankTraining:
                 *_unused_rank_logs(recipe),
                 *unused_workers(recipe, worker),
                 *contradicted_settings(recipe, os.environ),
+                *(alone_of_several(os.environ) if worker.ranks.world_size == 1 else []),
             ],
             on_start=None if display is None else partial(_show_start, display, plan, worker),
             is_gone=lambda: self.lock.is_gone,
