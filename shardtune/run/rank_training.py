@@ -27,7 +27,6 @@ from shardtune.models.lora.attach import trainable_patterns
 from shardtune.models.tasks.task import TASK_FILE
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE
 from shardtune.run.accelerate_settings import contradicted_settings
-from shardtune.run.alone import alone_of_several
 from shardtune.run.choose_worker import Objects, unused_workers, user_code
 from shardtune.run.directory import (
     DROPPED_ROWS,
@@ -51,6 +50,7 @@ from shardtune.run.inputs import (
     record_models,
     run_inputs,
 )
+from shardtune.run.lone_process import alone_of_several
 from shardtune.run.plan.comparison import PeakComparison, is_large
 from shardtune.run.preflight import is_one_of_several
 from shardtune.run.push import check_push

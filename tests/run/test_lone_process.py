@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardtune import train
-from shardtune.run.alone import alone_of_several
+from shardtune.run.lone_process import alone_of_several
 from tests.support.tiny_run import make_tiny
 
 
