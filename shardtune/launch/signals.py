@@ -30,7 +30,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.
 """A scheduler's and a user's ways to end a process; SIGHUP is a lost terminal, SIGUSR1 often Slurm's warning."""
 NOTHING_TRAINED = "stopped before anything was trained; the same command starts again"
 """The message of a stop until it is known whether there is a checkpoint."""
-NOT_REPORTED = "stopped; the same command continues from the last checkpoint, or starts again where there is none"
+NOT_REPORTED = "stopped; the same command continues a training from its last checkpoint, and starts anything else again"
 """The message of a stop of ranks that could not report theirs."""
 BEFORE_FIRST_STEP = "stopped before the first step, so nothing is saved; the same command starts again"
 BEFORE_FURTHER_STEP = "stopped before a further step; the same command continues from the last checkpoint"

@@ -49,7 +49,7 @@ def test_a_stop_that_comes_after_the_end_changes_nothing() -> None:
         ([1, 2], [MISTAKE, PEER], False, ReportedError, "the recipe is wrong"),
         ([75, 75], [STOP], True, Interrupted, "stopped after step 3"),
         ([75, 1], [PEER, STOP], False, Interrupted, "stopped after step 3"),  # one rank alone
-        ([75, -15], [], True, Interrupted, "from the last checkpoint, or starts again"),  # before it could listen
+        ([75, -15], [], True, Interrupted, "continues a training from its last checkpoint"),  # before it could listen
         ([0, -15], [], False, RankFailed, "rank 1 was ended by SIGTERM"),
         ([1, 1], [PEER], False, RankFailed, "rank 1 ended with exit code 1 and without an error"),
         ([1, 0], [PEER], False, RankFailed, "rank 1 ended with exit code 0 and without an error"),  # by os._exit
@@ -59,7 +59,7 @@ def test_a_stop_that_comes_after_the_end_changes_nothing() -> None:
             [],
             True,
             Interrupted,
-            "from the last checkpoint, or starts again",
+            "continues a training from its last checkpoint",
         ),  # SIGUSR1 before it could listen
         ([76, -9], [STUCK], False, RanksStuck, "no progress for 600 s"),  # what could not run had to be killed
         ([0, 3], [], False, RankFailed, "rank 1 ended with exit code 3"),
