@@ -21,6 +21,7 @@ from shardtune.errors import ConfigError, DataError, ModelError
 from shardtune.models.adapter import Adapter
 from shardtune.models.adapter_encoder import FieldEncoder
 from shardtune.models.tasks.task import TextTask
+from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.training.step import ROW_DRAWS
 from shardtune.training.worker.adapter_task import root_of
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -66,12 +67,25 @@ def predict(
     size = size if worker.adapter.rows_share_forwards or worker.adapter.rows_of_one_length else 1
     waiting, done = list[Encoded](), 0
     for one in _encoded(worker, rows, InferenceRows.of(worker.recipe.data, prepared=prepared), report):
+        if not done and not waiting and isinstance(worker.adapter, TextTask):  # without data nothing was probed before
+            dtype = COMPUTE_DTYPE[actor.model.precision]
+            for note in worker.adapter.probe_assumptions(root_of(worker.model), [one[1]], worker.device, dtype):
+                report(note)
         waiting.append(one)
         if len(waiting) == size:
             yield from _predicted(worker, waiting, done)
             waiting, done = [], done + size
     if waiting:
         yield from _predicted(worker, waiting, done)
+
+
+def _alike(adapter: Adapter, samples: Sequence[Sample]) -> Iterator[list[int]]:
+    """The places of the samples that share a forward: all, or those of each length."""
+    if adapter.rows_share_forwards or not isinstance(adapter, TextTask):
+        yield [*range(len(samples))]
+        return
+    for length in dict.fromkeys(sample.length for sample in samples):
+        yield [place for place, sample in enumerate(samples) if sample.length == length]
 
 
 def _predicts_nothing(worker: FSDPSftWorker) -> ConfigError:
@@ -166,22 +180,33 @@ def _predicted(worker: SFTWorker, rows: Sequence[Encoded], done: int) -> Iterato
     module = type(adapter).__module__  # that of a notebook has no file
     file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None
     code = f"{file or module}:{type(adapter).__name__}"
-    with generators_kept():
-        seed_generators(derive_seed(seed, done, "predict"))
-        with named_errors(code, ADAPTER, "collate"):  # no weights: rows without targets have none
-            batch = adapter.collate([sample for _, sample, _ in rows], list(range(done, done + len(rows))), {})
-        with named_errors(code, ADAPTER, "predict_rows"):
-            found = root.predict(replace(batch.to(worker.device), key=derive_seed(seed, ROW_DRAWS)))
-    where = f"{type(adapter).__name__}.predict_rows"
-    values = list(found) if isinstance(found, torch.Tensor | np.ndarray | Sequence) else None
-    if values is None or isinstance(found, str) or len(values) != len(rows):
+    where, values = f"{type(adapter).__name__}.predict_rows", dict[int, object]()
+    for places in _alike(adapter, [sample for _, sample, _ in rows]):
+        with generators_kept():
+            seed_generators(derive_seed(seed, done, "predict"))
+            with named_errors(code, ADAPTER, "collate"):  # no weights: rows without targets have none
+                batch = adapter.collate([rows[place][1] for place in places], [done + place for place in places], {})
+            with named_errors(code, ADAPTER, "predict_rows"):
+                found = root.predict(replace(batch.to(worker.device), key=derive_seed(seed, ROW_DRAWS)))
+        values |= zip(places, _a_value_each(found, len(places), where), strict=True)
+    for place, (row, _, is_cut) in enumerate(rows):
+        kept = {f"given_{name}" if name in WRITTEN else name: own for name, own in row.items()}
+        yield {**kept, "prediction": _as_json(values[place], where), **({"truncated": True} if is_cut else {})}
+
+
+def _a_value_each(found: object, rows: int, where: str) -> list[object]:
+    """What `predict_rows` returned for some rows, as a list.
+
+    Raises:
+        ModelError: it is not a value for each.
+    """
+    values: list[object] | None = [*found] if isinstance(found, torch.Tensor | np.ndarray | Sequence) else None
+    if values is None or isinstance(found, str) or len(values) != rows:
         made = f"a {type(found).__name__}" if values is None else f"{len(values)} values"
         raise ModelError(
-            f"for {len(rows)} rows it returned {made}", where=where, remedy="return a value for each row, in order"
+            f"for {rows} rows it returned {made}", where=where, remedy="return a value for each row, in order"
         )
-    for (row, _, is_cut), value in zip(rows, values, strict=True):
-        kept = {f"given_{name}" if name in WRITTEN else name: value for name, value in row.items()}
-        yield {**kept, "prediction": _as_json(value, where), **({"truncated": True} if is_cut else {})}
+    return values
 
 
 def _as_json(value: object, where: str) -> object:

@@ -380,6 +380,9 @@ class Embedding(WholeStepAdapter, TextTask):
     def predicted_outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         return {"query": self._scaled(self._vectors(model, batch["query"]))}
 
+    def probed_outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        return {"query": self._vectors(model, batch["query"])}
+
     def prediction(self, record: Record) -> dict[str, Any]:
         return {"embedding": record["query"].tolist()}
 

@@ -175,6 +175,10 @@ class Seq2Seq(TextTask):
         )
         return {"written": written}
 
+    def probed_outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """None for a row without a target: its decoder has nothing to read."""
+        return self.outputs(model, batch) if batch["target"].shape[-1] else {}
+
     def records(self, outputs: Outputs, batch: Batch) -> list[Record]:
         found: list[dict[str, Any]] = [{} for _ in batch["target"]]
         targets = batch["target"].cpu().numpy()

@@ -26,6 +26,7 @@ from shardtune.models.mixed_precision import compute_in
 from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config
 from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, parts_of, require_tokens
 from shardtune.models.tasks.metrics import installed
+from shardtune.models.tasks.padding_probe import padding_changes
 from shardtune.models.user_metrics import Measure, checked
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 
@@ -33,6 +34,11 @@ TASK_FILE = "task.json"
 """Beside the weights: the task's name, the longest row, and options that the training rows decide, such as labels."""
 PARTS = "parts"
 """Beside the tokens of a long row: which text each belongs to, as in `TextSample`."""
+ONE_LENGTH = "this model computes a row otherwise where it is padded, so rows of one length share a forward"
+PADDED_TEXTS = (
+    "this model computes a text otherwise where it is padded, and the texts of a row are padded to one length: the "
+    "numbers of a row depend on those beside it, so on the micro-batch"
+)
 Record = Mapping[str, Any]
 """What the metrics of a set and predictions are computed from, of one row."""
 Outputs = Mapping[str, torch.Tensor]
@@ -161,6 +167,45 @@ class TextTask(Adapter):
         compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
         return TaskRoot(self, model)
 
+    # Rows in a forward.
+
+    _padding_changes: bool | None = None
+    _by_length: bool = False
+
+    @property
+    def rows_share_forwards(self) -> bool:
+        return not self._by_length
+
+    @property
+    def rows_of_one_length(self) -> bool:
+        return self._by_length
+
+    def probe_assumptions(
+        self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
+    ) -> list[str]:
+        """Check on a real row that padding does not change it; otherwise rows of one length share a forward."""
+        notes = super().probe_assumptions(root, samples, device, dtype)
+        if self._padding_changes is None:
+            assert isinstance(root, TaskRoot)
+            batch = self.collate(samples[:1], [0], {}).to(device)
+            beside = {name for field in self.token_fields for name in (field, *self.beside(field))}
+            padding = {name: value for name, value in self.padding.items() if name in beside}
+            was_training = root.training
+            root.eval()
+            self._padding_changes = padding_changes(
+                root.probed_outputs, batch, padding, most=self.max_positions, dtype=dtype
+            )
+            root.train(was_training)
+            if self._padding_changes:
+                self._by_length = all(self._is_one_text(sample) for sample in samples)
+                notes.append(ONE_LENGTH if self._by_length else PADDED_TEXTS)
+        return notes
+
+    def _is_one_text(self, sample: Sample) -> bool:
+        """Whether nothing in a row is padded to the length of another text of it."""
+        texts = [sample.fields[name] for name in self.token_fields if name in sample.fields]
+        return sum(text.size // max(1, text.shape[-1]) for text in texts) == 1
+
     # Rows.
 
     @abstractmethod
@@ -262,7 +307,8 @@ class TextTask(Adapter):
         """What the model reads: ids with the model's padding token, the mask, and the kinds of tokens."""
         ids = batch[name]
         mask = ids != PADDED
-        found = {"input_ids": torch.where(mask, ids, int(self.config.pad_token_id or 0)).long(), "attention_mask": mask}
+        found = {"input_ids": torch.where(mask, ids, int(self.config.pad_token_id or 0)).long()}
+        found["attention_mask"] = mask.long()  # as a tokenizer gives it: some models (XLNet) subtract it from 1
         if name == "input_ids" and "token_type_ids" in self.tokenizer.model_input_names:
             found["token_type_ids"] = batch["token_type_ids"].long()
         return found
@@ -343,6 +389,10 @@ class TextTask(Adapter):
         """The outputs of rows without targets."""
         return self.outputs(model, batch)
 
+    def probed_outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """The outputs that show whether padding changes a row, with or without a target."""
+        return self.outputs(model, batch)
+
 
 class TaskRoot(AdapterRoot):
     """A root that keeps a record of each row while a set is evaluated.
@@ -350,6 +400,8 @@ class TaskRoot(AdapterRoot):
     Attributes:
         kept: records by the number of the row, while a set is evaluated; None otherwise.
     """
+
+    entry_points = (*AdapterRoot.entry_points, "probed_outputs")
 
     def __init__(self, task: TextTask, model: nn.Module) -> None:
         super().__init__(task, model)
@@ -365,6 +417,9 @@ class TaskRoot(AdapterRoot):
         measure: Measure | None = self.measure
         further = {} if measure is None else measure(checked(self._task.predictions(self.model, batch)))
         return Evaluated(losses, further)
+
+    def probed_outputs(self, batch: Batch) -> Outputs:
+        return self._task.probed_outputs(self.model, batch)
 
     def keep(self, outputs: Outputs, batch: Batch) -> None:
         """Keep a record of each row, where they are wanted."""
