@@ -22,6 +22,7 @@ from shardtune.data.images.rows import image_parts, listed_images, with_places
 from shardtune.data.json_rows import DECODER, RepeatedKeyError
 from shardtune.data.row_formats import ARGUMENTS, read_arguments
 from shardtune.data.row_prompts import PROMPT_KEYS, read_row_prompt
+from shardtune.data.sources.data_path import OUT_OF_PIPE, PIPE
 from shardtune.data.sources.inference_rows import PREPARED, InferenceRows, dropped_note
 from shardtune.errors import DataError, printable
 from shardtune.evaluate.generate import Sampling
@@ -68,7 +69,8 @@ def read_prompts(file: Path, rows: InferenceRows) -> tuple[list[Question], list[
         rows: how training read them.
     """
     if not file.is_file():
-        raise DataError(f"{file} is not a file", where="--file", remedy=ROWS)
+        what, remedy = (PIPE, OUT_OF_PIPE) if file.exists() and not file.is_dir() else ("is not a file", ROWS)
+        raise DataError(f"{file} {what}", where="--file", remedy=remedy)
     questions: list[Question] = []
     dropped = 0
     with file.open("rb") as lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def test_media_that_would_be_left_out_are_refused(media: dict[str, Any], says: s
     write_rows(file, [{"prompt": "Q", **media}])
     with pytest.raises(DataError, match=says):
         read_prompts(file, InferenceRows())
+
+
+def test_a_pipe_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"(?s)is a pipe.*write its rows into a file"):
+        read_prompts(tmp_path / "rows.jsonl", InferenceRows())
 
 
 def test_a_key_that_is_there_twice(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ _BESIDE = re.compile(
     r"|png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg))"
 )
 """Files that stand beside rows: documentation, code, and the images, videos and sounds that rows name."""
+PIPE = "is a pipe or a device, which can be read once only"
+OUT_OF_PIPE = "write its rows into a file, such as rows.jsonl, and name that"
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -163,6 +165,8 @@ def _stem(path: Path) -> str:
 
 
 def _missing(path: Path) -> DataError:
+    if path.exists():
+        return DataError(f"{as_written(path)} {PIPE}", where="data", remedy=OUT_OF_PIPE)
     siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1)
     if near:

@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -568,6 +569,11 @@ class TestFaults:
             resolve(str(tmp_path / "trian.jsonl"))
         with pytest.raises(DataError, match=r"(?s)does not exist.*directory .*nowhere does not exist"):
             resolve(str(tmp_path / "nowhere" / "a.jsonl"))
+
+    def test_a_pipe_is_named(self, tmp_path, resolve):
+        os.mkfifo(tmp_path / "rows.jsonl")
+        with pytest.raises(DataError, match=r"(?s)is a pipe.*write its rows into a file"):
+            resolve(str(tmp_path / "rows.jsonl"))
 
     @pytest.mark.parametrize(
         ("name", "content", "match"),
