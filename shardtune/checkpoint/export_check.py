@@ -22,6 +22,7 @@ from shardtune.checkpoint.export_check_process import (
     digest,
     logits_on_probe,
     num_embeddings,
+    plain_experts,
 )
 from shardtune.checkpoint.peft_directory import WEIGHTS, adapter_tensors, merging
 from shardtune.checkpoint.quantized.scheme import quantization_of
@@ -103,6 +104,7 @@ def _compare_logits(model: PreTrainedModel, fresh: torch.Tensor, directory: Path
         for parameter in model.parameters():  # buffers keep their dtype, as they do in from_pretrained
             parameter.data = parameter.data.to(fresh.dtype)
     model.set_attn_implementation("eager")
+    plain_experts(model)
     own = logits_on_probe(model, num_embeddings(model))
     difference = float((own.double() - fresh.double()).abs().max())
     if not difference <= tolerance * max(1.0, float(fresh.abs().max())):

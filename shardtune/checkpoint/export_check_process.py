@@ -40,12 +40,19 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
+def plain_experts(model: PreTrainedModel) -> None:
+    """Compute a mixture of experts in fp64 one expert after the other: no grouped kernel takes fp64."""
+    if model.dtype == torch.float64 and model.config._experts_implementation is not None:
+        model.set_experts_implementation("eager")
+
+
 @torch.no_grad()
 def logits_of(directory: Path) -> torch.Tensor:
     """The logits of a directory's model, by transformers alone."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    plain_experts(model)
     return logits_on_probe(model, num_embeddings(model))
 
 

@@ -32,6 +32,7 @@ from shardtune.parallel.shard_units import choose_units
 from shardtune.training.build.model import build_empty, load_initial_weights
 from shardtune.verify.claims import plain_reader
 from tests.parallel.test_fsdp2 import group
+from tests.support import tiny_checkpoint
 from tests.support import tiny_checkpoint as tiny
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole
@@ -275,3 +276,9 @@ def test_statistics_in_files_of_their_own_are_no_weights(
         index = {"weight_map": {"weight": f"{name}.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert list(read(tmp_path)) == ["weight"]
+
+
+def test_experts_in_fp64_are_compared(tmp_path: Path) -> None:
+    """No grouped kernel of torch takes fp64, so the fresh process and the model in memory compute without one."""
+    model = tiny_checkpoint.saved("mixtral", tmp_path, torch.float64)
+    assert "gives the same logits" in check_reload(model, tmp_path)
