@@ -81,7 +81,7 @@ def predict(
 
 def _alike(adapter: Adapter, samples: Sequence[Sample]) -> Iterator[list[int]]:
     """The places of the samples that share a forward: all, or those of each length."""
-    if adapter.rows_share_forwards or not isinstance(adapter, TextTask):
+    if adapter.rows_share_forwards:
         yield [*range(len(samples))]
         return
     for length in dict.fromkeys(sample.length for sample in samples):

@@ -28,6 +28,7 @@ from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, part
 from shardtune.models.tasks.metrics import installed
 from shardtune.models.tasks.padding_probe import padding_changes
 from shardtune.models.user_metrics import Measure, checked
+from shardtune.parallel.fp32_compute import may_be_the_models
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 
 TASK_FILE = "task.json"
@@ -39,6 +40,7 @@ PADDED_TEXTS = (
     "this model computes a text otherwise where it is padded, and the texts of a row are padded to one length: the "
     "numbers of a row depend on those beside it, so on the micro-batch"
 )
+NOT_COMPARED = "whether padding changes a row of this model was not compared, as it computes no shortened row: {}"
 Record = Mapping[str, Any]
 """What the metrics of a set and predictions are computed from, of one row."""
 Outputs = Mapping[str, torch.Tensor]
@@ -185,21 +187,31 @@ class TextTask(Adapter):
     ) -> list[str]:
         """Check on a real row that padding does not change it; otherwise rows of one length share a forward."""
         notes = super().probe_assumptions(root, samples, device, dtype)
-        if self._padding_changes is None:
-            assert isinstance(root, TaskRoot)
-            batch = self.collate(samples[:1], [0], {}).to(device)
-            beside = {name for field in self.token_fields for name in (field, *self.beside(field))}
-            padding = {name: value for name, value in self.padding.items() if name in beside}
-            was_training = root.training
-            root.eval()
-            self._padding_changes = padding_changes(
-                root.probed_outputs, batch, padding, most=self.max_positions, dtype=dtype
-            )
-            root.train(was_training)
-            if self._padding_changes:
-                self._by_length = all(self._is_one_text(sample) for sample in samples)
-                notes.append(ONE_LENGTH if self._by_length else PADDED_TEXTS)
+        if self._padding_changes is not None:
+            return notes
+        try:
+            self._padding_changes = self._differs_padded(root, samples[0], device, dtype)
+        except Exception as error:  # a model's code is third-party and may raise anything
+            if not may_be_the_models(error):
+                raise
+            self._padding_changes = False
+            return [*notes, NOT_COMPARED.format(f"{type(error).__name__}: {error}".splitlines()[0])]
+        if self._padding_changes:
+            self._by_length = all(self._is_one_text(sample) for sample in samples)
+            notes.append(ONE_LENGTH if self._by_length else PADDED_TEXTS)
         return notes
+
+    def _differs_padded(self, root: AdapterRoot, sample: Sample, device: torch.device, dtype: torch.dtype) -> bool:
+        assert isinstance(root, TaskRoot)
+        batch = self.collate([sample], [0], {}).to(device)
+        beside = {name for field in self.token_fields for name in (field, *self.beside(field))}
+        padding = {name: value for name, value in self.padding.items() if name in beside}
+        was_training = root.training
+        root.eval()
+        try:
+            return padding_changes(root.probed_outputs, batch, padding, most=self.max_positions, dtype=dtype)
+        finally:
+            root.train(was_training)
 
     def _is_one_text(self, sample: Sample) -> bool:
         """Whether nothing in a row is padded to the length of another text of it."""

@@ -46,7 +46,7 @@ def made(kind: str) -> PreTrainedModel:
     return XLNetModel(XLNetConfig(d_model=16, n_layer=2, n_head=2, d_inner=24, **SIZES, initializer_range=0.3))
 
 
-def trained(folder: Path, kind: str, task: str) -> shardtune.Run:
+def trained(folder: Path, kind: str, task: str, *, evaluates: bool = True) -> shardtune.Run:
     made(kind).save_pretrained(folder / kind)
     save_tokenizer(folder / kind)
     return shardtune.train(
@@ -61,7 +61,8 @@ def trained(folder: Path, kind: str, task: str) -> shardtune.Run:
             },
             "data": {
                 "train_data_paths": write(folder / "train.jsonl", rows(task, 24)), "max_length": 32, "num_workers": 0,
-                "eval_data_paths": write(folder / "eval.jsonl", rows(task, 11, 1)), "cache_dir": str(folder / "cache"),
+                "eval_data_paths": write(folder / "eval.jsonl", rows(task, 11, 1)) if evaluates else None,
+                "cache_dir": str(folder / "cache"),
             },
         }
     )  # fmt: skip
@@ -106,3 +107,21 @@ def test_words_of_a_pooling_model_have_the_labels_of_their_row_alone(tmp_path: P
 def test_rows_of_several_texts_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path, "fnet", "reranker")
     assert PADDED_TEXTS[:40] in capfd.readouterr().err
+
+
+def test_a_model_that_computes_no_other_length_trains_all_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a probe cannot compute is no reason not to train."""
+    compute = FNetModel.forward
+
+    def limited(model: FNetModel, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        if len(input_ids) == 1:
+            raise ValueError("a row has no other beside it")
+        return compute(model, input_ids, **arguments)
+
+    monkeypatch.setattr(FNetModel, "forward", limited)
+    trained(tmp_path, "fnet", "sequence_classifier", evaluates=False)
+    assert "was not compared, as it computes no shortened row: ValueError: a row has no" in " ".join(
+        capfd.readouterr().err.split()
+    )
