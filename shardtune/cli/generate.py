@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +32,7 @@ from shardtune.data.json_rows import DECODER, RepeatedKeyError
 from shardtune.errors import ConfigError, ShardtuneError, printable
 
 if TYPE_CHECKING:
-    from shardtune.cli.chat import Question
+    from shardtune.cli.prompt_files import Question
     from shardtune.evaluate.generate import Sampling
 
 OPTIONS: Mapping[str, str] = {
@@ -59,9 +60,10 @@ def generate(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="A JSONL file of rows as for training, with or without their answers: messages, conversations, "
-            "question, instruction or prompt, with images, tools and chat_template_kwargs; answered in order, a line "
-            "of JSON for each. Relative paths of images start at the file."
+            help="A file of rows as for training (JSON lines, JSON, CSV, Parquet, Arrow), with or without their "
+            "answers: messages, conversations, question, instruction or prompt, with images, tools and "
+            "chat_template_kwargs; answered in order, a line of JSON for each. Relative paths of images start at the "
+            "file."
         ),
     ] = None,
     prepared: Prepared = False,
@@ -88,9 +90,9 @@ def generate(
     Decoding is greedy unless --temperature is given. Of the model's generation_config.json temperature, top_k and top_p
     have no effect; its other settings, such as num_beams and repetition_penalty, have that of transformers. A row of
     --file is asked as training shows it: system, history and question, without the assistant's turns at its end;
-    data.transform and data.columns of the run's recipe are applied first. Its line has row (the line of the file), the
-    row's other keys, prompt, reference (its own answer, if any) and answer. Paths that are typed start at the working
-    directory.
+    data.transform and data.columns of the run's recipe are applied first. Its line has row (its number in the file),
+    the row's other keys, prompt, reference (its own answer, if any) and answer. Lines are written for 256 prompts at a
+    time, as soon as these are answered. Paths that are typed start at the working directory.
 
     **Examples**
 
@@ -106,7 +108,9 @@ def generate(
     prompts = [*typed, *(prompt or ())]
     _check_asked(target, prompts, file, image, prepared)
     with importing():
-        from shardtune.cli.chat import Question, answer_line, read_prompts
+        from shardtune.cli.answering_pace import AnsweringPace
+        from shardtune.cli.prompt_files import Question, answer_line, read_prompts
+        from shardtune.run.given_prompts import check_arguments, given_prompts
         from shardtune.run.plain_model import load_run_or_model
 
     given = _template_kwargs(template_kwargs)
@@ -116,20 +120,30 @@ def generate(
         questions, notes = read_prompts(file, source.rows_as_trained(prepared=prepared))
         for note in notes if is_first_rank() else ():
             typer.echo(f"generate: {note}", err=True)
+    sampling, shown = _sampling("generate", max_new_tokens, temperature, top_p, seed), is_first_rank()
+    values = _of_each(questions, given)
+    pace = AnsweringPace(len(questions), lambda line: typer.echo(f"generate: {line}", err=True))
     with _rows_in_errors(file, questions):
-        answers = source.generate(
+        prompts = given_prompts(
             [question.prompt for question in questions],
-            checkpoint=checkpoint,
             system=system,
-            sampling=_sampling("generate", max_new_tokens, temperature, top_p, seed),
             raw=[raw or question.raw for question in questions],
             images=[question.images for question in questions],
             tools=[question.tools for question in questions],
-            folder=file.parent if file else None,
-            template_kwargs=_of_each(questions, given),
+            template_kwargs=values,
         )
-    for question, answer in zip(questions, answers, strict=True) if is_first_rank() else ():
-        typer.echo(answer_line(question, answer) if file else printable(answer))
+        answers = source.answers(
+            prompts,
+            sampling,
+            checkpoint=checkpoint,
+            system=system,
+            folder=file.parent if file else None,
+            check=partial(check_arguments, given=values),
+            progress=pace.update if file and shown else lambda done: None,
+        )
+        for question, answer in zip(questions, answers, strict=True):
+            if shown:
+                typer.echo(answer_line(question, answer) if file else printable(answer))
 
 
 def _of_each(questions: Sequence[Question], given: dict[str, object]) -> dict[str, object] | list[dict[str, object]]:
@@ -148,8 +162,11 @@ def _rows_in_errors(file: Path | None, questions: Sequence[Question]) -> Iterato
         found = re.fullmatch(r"prompt ([\d,]+)", error.where or "")
         if file is None or found is None:
             raise
+        from shardtune.cli.prompt_files import place_of
+
         row = questions[int(found[1].replace(",", "")) - 1].kept["row"]
-        raise type(error)(error.what, where=f"{file}:{row}", remedy=error.remedy) from error
+        assert isinstance(row, int)
+        raise type(error)(error.what, where=place_of(file, row), remedy=error.remedy) from error
 
 
 def _check_asked(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from shardtune.batch import Prompt
-from shardtune.batch.seeds import derive_seed, seed_generators
+from shardtune.batch.seeds import derive_seed, generators_kept, seed_generators
 from shardtune.data.chat.reasoning import CLOSE
 from shardtune.errors import ConfigError, DataError
 from shardtune.launch.progress import GENERATION, PROGRESS
@@ -22,6 +23,8 @@ from shardtune.models.generation_settings import num_beams, stop_strings
 from shardtune.models.language_model import LanguageRoot
 from shardtune.parallel.ranks import Ranks
 
+BLOCK_PROMPTS = 256
+"""Prompts that are sorted by length and answered before the next ones; the same number on any ranks."""
 SETTINGS: Sequence[tuple[str, tuple[type, ...], Callable[[float], bool], str]] = (
     ("max_new_tokens", (int, np.integer), lambda value: value >= 1, "a whole number, 1 or more"),
     ("temperature", (int, float, np.number), lambda value: value >= 0, "a number, 0 (greedy) or more"),
@@ -94,6 +97,28 @@ class Generator:
         """The text of each answer, in the order of the prompts, on every rank; as `continuations`."""
         return [self.text(tokens) for tokens in self.continuations(prompts, sampling, poll=poll, streamer=streamer)]
 
+    def in_blocks(
+        self, prompts: Sequence[Prompt], sampling: Sampling, progress: Callable[[int], None] = lambda done: None
+    ) -> Iterator[list[str]]:
+        """The answers to `BLOCK_PROMPTS` prompts after the other, so that the first are there before the last.
+
+        All prompts are checked before the first is answered. The global generators are as before between two blocks.
+
+        Args:
+            prompts: to be continued.
+            sampling: how answers are sampled.
+            progress: receives the number of prompts that are answered, now and then.
+
+        Raises:
+            DataError: as `continuations`.
+        """
+        self._rooms(prompts, sampling)
+        for block, start in enumerate(range(0, len(prompts), BLOCK_PROMPTS)):
+            some, reached = prompts[start : start + BLOCK_PROMPTS], partial(_from, start, progress)
+            with generators_kept():
+                written = self.continuations(some, sampling, progress=reached, block=block)
+            yield [self.text(tokens) for tokens in written]
+
     @torch.no_grad()
     def continuations(
         self,
@@ -102,6 +127,8 @@ class Generator:
         *,
         poll: Callable[[], None] = lambda: None,
         streamer: BaseStreamer | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+        block: int = 0,
     ) -> list[list[int]]:
         """The tokens of each answer, its first stop token included, in the order of the prompts, on every rank.
 
@@ -119,11 +146,13 @@ class Generator:
             sampling: how answers are sampled. An answer ends where the model's positions do.
             poll: called before each batch, by all ranks alike.
             streamer: a transformers streamer, for a single prompt.
+            progress: receives the number of prompts that are answered, after each round.
+            block: has a part in the seeds of samples.
 
         Raises:
             DataError: a prompt has no tokens, or leaves no position for an answer.
         """
-        room = [self._room(prompt, number, sampling) for number, prompt in enumerate(prompts, 1)]
+        room = self._rooms(prompts, sampling)
         order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].tokens), number))
         companion = self._root.companion_prompt(prompts)
         num_ranks = self._ranks.num_data_ranks
@@ -150,21 +179,27 @@ class Generator:
                 start += count
             rounds += [batches[start : start + num_ranks] for start in range(0, len(batches), num_ranks)]
         mine: list[tuple[int, list[int]]] = []
+        purpose, done = f"generate {block}" if block else "generate", 0
         for place, batches in enumerate(rounds):
             poll()
             idle = self._ranks.data_rank >= len(batches)
             numbers = batches[0] if idle else batches[self._ranks.data_rank]
             seed_generators(
-                derive_seed(sampling.seed, place * num_ranks + self._ranks.data_rank, "generate"), torch_alone=True
+                derive_seed(sampling.seed, place * num_ranks + self._ranks.data_rank, purpose), torch_alone=True
             )
             with PROGRESS.during(GENERATION):
                 limited = replace(sampling, max_new_tokens=room[numbers[0]])
                 written = self._answer([prompts[number] for number in numbers], companion, limited, streamer)
             if not idle:
                 mine.extend(zip(numbers, written, strict=True))
+            done += sum(map(len, batches))
+            progress(done)
         self._root.train(was_training)
         found = dict(pair for part in self._ranks.gather(mine) for pair in part)
         return [found[number] for number in range(len(prompts))]
+
+    def _rooms(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[int]:
+        return [self._room(prompt, number, sampling) for number, prompt in enumerate(prompts, 1)]
 
     def _room(self, prompt: Prompt, number: int, sampling: Sampling) -> int:
         """The most tokens that an answer to a prompt may have."""
@@ -254,6 +289,10 @@ class Generator:
         ]
         told = tokens[max(ends, default=0) :]
         return decoded(self._tokenizer, [token for token in told if token not in self._stop_ids], special=False)
+
+
+def _from(start: int, progress: Callable[[int], None], done: int) -> None:
+    progress(start + done)
 
 
 def _put(streamer: BaseStreamer, tokens: torch.Tensor, start: int) -> None:

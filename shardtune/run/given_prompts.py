@@ -97,7 +97,7 @@ def merged_sampling(given: Sampling | None, settings: Mapping[str, float | None]
     return replace(given or Sampling(), **single)
 
 
-def check_arguments(encoder: ChatEncoder, given: object) -> None:
+def check_arguments(encoder: ChatEncoder, *, given: object) -> None:
     """Refuse values for all prompts that the chat template does not take; those of one are read with it.
 
     Raises:

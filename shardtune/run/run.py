@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardtune.config import Recipe
 from shardtune.config.own_code import require_consent
 from shardtune.config.paths import user_path
 from shardtune.config.user_code import import_plugins
+from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.sources.inference_rows import InferenceRows
 from shardtune.errors import CheckpointError, ConfigError, DataError
 from shardtune.evaluate.generate import Sampling
@@ -28,7 +30,7 @@ from shardtune.run.choose_worker import Objects, make_worker, worker_class
 from shardtune.run.directory import check_writable, load_config, no_run
 from shardtune.run.evaluation_notes import notes_on_overrides
 from shardtune.run.exporting import exporting
-from shardtune.run.given_prompts import check_arguments, given_prompts, merged_sampling
+from shardtune.run.given_prompts import GivenPrompt, check_arguments, given_prompts, merged_sampling
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
 from shardtune.run.model_card import CARD, RunRecord, make_card
 from shardtune.run.overridden import overridden, require_kept
@@ -163,8 +165,6 @@ class Run:
                 warnings.warn(note, stacklevel=2)
             return evaluation_method(worker)()
 
-    @recipe_settings()
-    @generators_kept()
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[Mapping[str, object]]],
@@ -210,12 +210,40 @@ class Run:
         given = given_prompts(
             prompts, system=system, raw=raw, images=images, tools=tools, template_kwargs=template_kwargs
         )
-        worker = answering(self, checkpoint)
-        encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
-        check_arguments(encoder, template_kwargs)
-        builder = PromptBuilder(encoder, str(self.dir))
-        encoded = [prompt.build(builder, system) for prompt in given]
-        return worker.generator().answers(encoded, sampling)
+        check = partial(check_arguments, given=template_kwargs)
+        return list(self.answers(given, sampling, checkpoint=checkpoint, system=system, folder=folder, check=check))
+
+    def answers(
+        self,
+        prompts: Sequence[GivenPrompt],
+        sampling: Sampling,
+        *,
+        checkpoint: str = "final",
+        system: str | None = None,
+        folder: str | Path | None = None,
+        check: Callable[[ChatEncoder], None] = lambda encoder: None,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> Iterator[str]:
+        """As `generate`, one answer after the other: those of a block of prompts when the block is answered.
+
+        Args:
+            prompts: read and checked.
+            sampling, checkpoint, system, folder: as of `generate`.
+            check: refuses what does not fit the model's encoder, before the first answer.
+            progress: receives the number of prompts that are answered, now and then.
+        """
+
+        def found() -> Iterator[str]:
+            with generators_kept():
+                worker = answering(self, checkpoint)
+                encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
+                check(encoder)
+                builder = PromptBuilder(encoder, str(self.dir))
+                encoded = [prompt.build(builder, system) for prompt in prompts]
+            for block in worker.generator().in_blocks(encoded, sampling, progress):
+                yield from block
+
+        return in_recipe_settings(found())
 
     @recipe_settings()
     def predict(

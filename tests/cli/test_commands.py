@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune.run.api
-from shardtune.cli.chat import read_prompts
+from shardtune.cli.prompt_files import read_prompts
 from shardtune.config import user_code
 from shardtune.data.sources.inference_rows import InferenceRows
 from shardtune.errors import ConfigError, Interrupted

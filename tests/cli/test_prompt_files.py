@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
-from shardtune.cli.chat import answer_line, read_prompts
 from shardtune.cli.generate import _rows_in_errors
+from shardtune.cli.prompt_files import answer_line, read_prompts
 from shardtune.config.schema.data import DataConfig
 from shardtune.data.sources.inference_rows import InferenceRows
 from shardtune.data.sources.transform import load_transform
@@ -53,6 +57,34 @@ def test_listed_images_without_places_go_where_training_has_them(tmp_path: Path)
     assert answered.prompt == open_ended.prompt == [{**ASKED, "content": "<image>Q"}, ANSWERED, ASKED]
 
 
+def test_rows_may_be_in_any_format_of_training(tmp_path: Path) -> None:
+    rows = [{"question": "One?", "answer": "1", "level": 3}, {"question": "Two?", "answer": "2", "level": 4}]
+    table = pa.Table.from_pylist(rows)
+    csv.write_csv(table, tmp_path / "rows.csv")
+    pq.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    (tmp_path / "rows.txt").write_text("\n".join(map(json.dumps, rows)))
+    for name in ("rows.csv", "rows.parquet", "rows.json", "rows.jsonl.gz", "rows.txt"):
+        questions, _ = read_prompts(tmp_path / name, InferenceRows())
+        lines = [json.loads(answer_line(question, "M")) for question in questions]
+        level = 3 if name != "rows.csv" else "3"  # a cell is text
+        expected = {"row": 1, "level": level, "prompt": "One?", "reference": "1", "answer": "M"}
+        assert (name, lines[0], lines[1]["row"]) == (name, expected, 2)
+    pq.write_table(pa.table({"question": ["Q", None]}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="question") as told:
+        read_prompts(tmp_path / "rows.parquet", InferenceRows())
+    assert told.value.where == f"{tmp_path}/rows.parquet: row 2"
+
+
+def test_images_of_a_table_are_their_size_in_the_line(tmp_path: Path) -> None:
+    image = {"bytes": b"1234", "path": None}
+    pq.write_table(pa.Table.from_pylist([{"prompt": "Q", "images": [image]}]), tmp_path / "rows.parquet")
+    (question,), _ = read_prompts(tmp_path / "rows.parquet", InferenceRows())
+    assert question.images == [{"bytes": b"1234"}]
+    assert json.loads(answer_line(question, "M"))["images"] == [{"bytes": "<4 bytes>"}]
+
+
 @pytest.mark.parametrize(
     ("media", "says"),
     [
@@ -79,7 +111,7 @@ def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
     file.write_text('{"prompt": "Q"}\n{"prompt": "Q", "id": 1, "id": 2}\n')
     with pytest.raises(DataError, match="the key 'id' is there twice, with different values") as told:
         read_prompts(file, InferenceRows())
-    assert (told.value.where, told.value.remedy) == (f"{file}:2", "leave one of them")
+    assert (told.value.where, told.value.remedy) == (f"{file}:2", "mend the row, or take it out")
 
 
 def test_a_row_that_cannot_be_asked_is_named(tmp_path: Path) -> None:

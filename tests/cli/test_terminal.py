@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 
 from shardtune.batch import Sample
-from shardtune.cli.chat import Question, Streamer, answer_line
+from shardtune.cli.chat import Streamer
 from shardtune.cli.exit import end
+from shardtune.cli.prompt_files import Question, answer_line
 from shardtune.data.cache_directory import print_line
 from shardtune.errors import CONTROL, DataError, printable
 from shardtune.run.display import Display

@@ -106,6 +106,42 @@ def test_a_prompt_without_tokens_or_without_room_for_an_answer_is_named(length: 
     assert found.value.where == "prompt 2"
 
 
+def in_blocks(
+    root: LanguageRoot, sampling: Sampling, prompts: list[np.ndarray] = PROMPTS
+) -> tuple[list[list[int]], list[int]]:
+    """The answers block by block, joined, and the numbers that progress received."""
+    done: list[int] = []
+    generator = Generator(root, Words(), [STOP], ALONE, 2)  # pyright: ignore
+    blocks = list(generator.in_blocks([Prompt(prompt) for prompt in prompts], sampling, done.append))
+    return [[int(word) for word in text.split()] for block in blocks for text in block], done
+
+
+def test_answers_come_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, sampling = packed(tiny.model("mistral")), Sampling(8, temperature=1.5, seed=1)
+    whole = answers(root, PROMPTS, Sampling(8))
+    drawn, done = in_blocks(root, sampling)
+    assert drawn == answers(root, PROMPTS, sampling, rows=2)  # they fit into one block
+    assert done == [2, 4, 6]
+    monkeypatch.setattr("shardtune.evaluate.generate.BLOCK_PROMPTS", 4)
+    assert in_blocks(root, Sampling(8)) == (whole, [2, 4, 6])
+    state = torch.random.get_rng_state()
+    first, again = (in_blocks(root, sampling)[0] for _ in range(2))
+    assert first == again
+    assert torch.equal(torch.random.get_rng_state(), state)
+    blocks, _ = in_blocks(root, sampling, prompts=[PROMPTS[3]] * 8)
+    assert blocks[:4] != blocks[4:], "each block has draws of its own"
+
+
+def test_no_prompt_is_answered_if_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block's prompts are looked at before the first one is answered."""
+    monkeypatch.setattr("shardtune.evaluate.generate.BLOCK_PROMPTS", 1)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+    prompts = [Prompt(PROMPTS[0]), Prompt(np.full(32, 5, np.int32))]
+    with pytest.raises(DataError, match="prompt has 32 tokens") as found:
+        next(Generator(packed(model), Words(), [STOP], ALONE).in_blocks(prompts, Sampling(2)))  # pyright: ignore
+    assert found.value.where == "prompt 2"
+
+
 @pytest.mark.parametrize(
     "given",
     [
