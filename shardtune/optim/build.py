@@ -44,13 +44,16 @@ def _arguments(name: str, config: OptimConfig) -> ParamGroup:
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     # The betas of another package's class have its own defaults and meanings: they belong into `args`.
     adam = is_of_torch(name) and ("betas" in accepted or kind is torch.optim.Muon)
-    decays = "weight_decay" in accepted
+    decays = "weight_decay" in accepted or (takes_any and _passes_decay(name, config))
     values: ParamGroup = {"weight_decay": config.weight_decay} if decays else {}
     if adam and kind is not torch.optim.Muon:  # its adam_* are those of the AdamW beside it
         values |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-    further = accepted - {"lr", *values}
+    own_keys = {"lr", *values}
+    further = accepted - own_keys
     unused = {"adam_beta1": adam, "adam_beta2": adam, "adam_eps": adam, "weight_decay": decays}
     changed = config.model_dump(exclude_defaults=True)
+    if not config.weight_decay:
+        del unused["weight_decay"]  # what an optimizer without a decay does
     for key in [key for key, used in unused.items() if not used and key in changed]:
         raise ConfigError(
             f"actor.optim.{key} = {changed[key]:g} has no effect: {shown} does not take it",
@@ -58,24 +61,37 @@ def _arguments(name: str, config: OptimConfig) -> ParamGroup:
             remedy=f"leave it out; actor.optim.args may hold {', '.join(sorted(further)) or 'nothing'}",
         )
     for key, value in config.args.items():
-        if key not in further and (key in accepted or not takes_any):
-            has = "takes that from keys of their own" if key in accepted else "has no such argument"
+        if key in own_keys or (key not in further and not takes_any):
+            has = "takes that from keys of their own" if key in own_keys else "has no such argument"
             raise ConfigError(
                 f"actor.optim.args.{key} = {value!r}: {shown} {has}",
                 where="actor.optim.args",
-                remedy=f"it takes {', '.join(sorted(further)) or 'none'}; lr, weight_decay and adam_* are keys of "
+                remedy=f"it takes {', '.join(sorted(further)) or ('others' if takes_any else 'none')}; lr, weight_decay and adam_* are keys of "
                 "actor.optim",
             )
         if key in parameters:
             _check_type(shown, parameters[key], value)
         values[key] = tuple(value) if isinstance(value, list) else value
-    if not decays and any(group.weight_decay is not None for group in config.groups):
+    if not decays and any(group.weight_decay for group in config.groups):
         raise ConfigError(
             f"the weight_decay of an entry of actor.optim.groups has no effect: {shown} does not take it",
             where="actor.optim.groups",
             remedy="leave it out, or use another optimizer",
         )
     return values
+
+
+def _passes_decay(name: str, config: OptimConfig) -> bool:
+    """Whether a class with `**kwargs` passes a weight decay on, so that its groups have it."""
+    tried = config.weight_decay + 0.125
+    arguments = {key: value for key, value in config.args.items() if key not in ("lr", "weight_decay")}
+    try:
+        made = optimizer_class(name)(
+            [{"params": [nn.Parameter(torch.zeros(1, 1))], "lr": config.lr}], weight_decay=tried, **arguments
+        )
+    except Exception:  # whatever a class of others raises: its own message comes when it is made without a decay
+        return False
+    return all(group.get("weight_decay") == tried for group in made.param_groups)
 
 
 def recipe_options(config: OptimConfig, optimizer: torch.optim.Optimizer) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +223,41 @@ def test_kernels_are_fused_on_a_gpu_unless_the_recipe_chooses(name: str, args: d
     with AsOnCuda():
         assert build_optimizer(parameters, config).param_groups[0].get("fused") is on_a_gpu
     assert build_optimizer(parameters, config).param_groups[0].get("fused") is args.get("fused")
+
+
+PASSING = """
+import torch
+
+class Passing(torch.optim.SGD):
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+
+class Alone(torch.optim.SGD):
+    def __init__(self, params, **kwargs):
+        super().__init__(params, momentum=kwargs.get("momentum", 0.0))
+"""
+
+
+def test_a_class_that_passes_its_arguments_on_has_the_decay_of_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(PASSING)
+    name = f"{tmp_path / 'own.py'}:Passing"
+    groups = [{"pattern": "embed", "weight_decay": 0.5}]
+    built = build_optimizer(parameters(), config(name=name, weight_decay=0.25, args={"momentum": 0.5}, groups=groups))
+    assert settings(built) == {
+        "embed.weight": (0.1, 0.5),
+        "layer.weight": (0.1, 0.25),
+        "layer.bias": (0.1, 0.0),
+        "norm.weight": (0.1, 0.0),
+    }
+    assert {group["momentum"] for group in built.param_groups} == {0.5}
+    for key in ("lr", "weight_decay"):
+        with pytest.raises(ConfigError, match=f"(?s)args.{key} = 0.3: .*takes that from keys of their own.*takes others"):
+            build_optimizer(parameters(), config(name=name, args={key: 0.3}))
+    with pytest.raises(ConfigError, match=r"weight_decay = 0.25 has no effect: .*Alone does not take it"):
+        build_optimizer(parameters(), config(name=f"{tmp_path / 'own.py'}:Alone", weight_decay=0.25))
+
+
+def test_no_decay_is_what_an_optimizer_without_one_has() -> None:
+    groups = [{"pattern": "embed", "lr": 0.2, "weight_decay": 0.0}]
+    built = build_optimizer(parameters(), config(name="Rprop", weight_decay=0.0, groups=groups))
+    assert sorted({group["lr"] for group in built.param_groups}) == [0.1, 0.2]
