@@ -62,12 +62,12 @@ def _arguments(name: str, config: OptimConfig) -> ParamGroup:
         )
     for key, value in config.args.items():
         if key in own_keys or (key not in further and not takes_any):
+            takes = ", ".join(sorted(further)) or ("others" if takes_any else "none")
             has = "takes that from keys of their own" if key in own_keys else "has no such argument"
             raise ConfigError(
                 f"actor.optim.args.{key} = {value!r}: {shown} {has}",
                 where="actor.optim.args",
-                remedy=f"it takes {', '.join(sorted(further)) or ('others' if takes_any else 'none')}; lr, weight_decay and adam_* are keys of "
-                "actor.optim",
+                remedy=f"it takes {takes}; lr, weight_decay and adam_* are keys of actor.optim",
             )
         if key in parameters:
             _check_type(shown, parameters[key], value)
@@ -84,10 +84,10 @@ def _arguments(name: str, config: OptimConfig) -> ParamGroup:
 def _passes_decay(name: str, config: OptimConfig) -> bool:
     """Whether a class with `**kwargs` passes a weight decay on, so that its groups have it."""
     tried = config.weight_decay + 0.125
-    arguments = {key: value for key, value in config.args.items() if key not in ("lr", "weight_decay")}
+    arguments: ParamGroup = {key: value for key, value in config.args.items() if key != "lr"}
     try:
         made = optimizer_class(name)(
-            [{"params": [nn.Parameter(torch.zeros(1, 1))], "lr": config.lr}], weight_decay=tried, **arguments
+            [{"params": [nn.Parameter(torch.zeros(1, 1))]}], **{**arguments, "weight_decay": tried}
         )
     except Exception:  # whatever a class of others raises: its own message comes when it is made without a decay
         return False

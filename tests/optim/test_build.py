@@ -251,7 +251,9 @@ def test_a_class_that_passes_its_arguments_on_has_the_decay_of_the_recipe(tmp_pa
     }
     assert {group["momentum"] for group in built.param_groups} == {0.5}
     for key in ("lr", "weight_decay"):
-        with pytest.raises(ConfigError, match=f"(?s)args.{key} = 0.3: .*takes that from keys of their own.*takes others"):
+        with pytest.raises(
+            ConfigError, match=f"(?s)args.{key} = 0.3: .*takes that from keys of their own.*takes others"
+        ):
             build_optimizer(parameters(), config(name=name, args={key: 0.3}))
     with pytest.raises(ConfigError, match=r"weight_decay = 0.25 has no effect: .*Alone does not take it"):
         build_optimizer(parameters(), config(name=f"{tmp_path / 'own.py'}:Alone", weight_decay=0.25))
