@@ -116,9 +116,39 @@ def growing(model: nn.Module) -> dict[torch.Tensor, int]:
     return biases | {parameter: 0 for module in _embeddings(model) for parameter in module.parameters()}
 
 
-def check_rows(
-    stored: list[int] | dict[str, list[int]] | None, needed: Mapping[str, Sequence[int]], config: LoraConfig
-) -> None:
+StoredRows = list[int] | dict[str, list[int]] | None
+"""PEFT's `trainable_token_indices`: of the input embedding, or by the name of the embedding or head."""
+
+
+def check_known(stored: StoredRows, tokenizer: PreTrainedTokenizerBase | None, config: LoraConfig) -> None:
+    """Refuse a stored adapter that trains rows of tokens which the tokenizer does not have.
+
+    Args:
+        stored: the adapter's `trainable_token_indices`.
+        tokenizer: with the recipe's new tokens.
+        config: names the adapter, for messages.
+
+    Raises:
+        ConfigError: no row has such a token, and the model may have no embedding of it.
+    """
+    if tokenizer is None or not stored:
+        return
+    highest = max(tokenizer.get_vocab().values())
+    rows = {row for ids in (stored.values() if isinstance(stored, dict) else [stored]) for row in ids}
+    if unknown := sorted(row for row in rows if row > highest):
+        raise ConfigError(
+            f"the adapter in {config.load_from} trains embeddings of {len(unknown)} tokens that the tokenizer does not "
+            f"have (ids {_first(unknown)}); its own go up to {highest}",
+            where=f"{KEY}, actor.model.lora.load_from",
+            remedy=f"give {KEY} as the adapter was trained with, in the same order",
+        )
+
+
+def _first(ids: Sequence[int]) -> str:
+    return f"{', '.join(map(str, ids[:3]))}{', …' if len(ids) > 3 else ''}"
+
+
+def check_rows(stored: StoredRows, needed: Mapping[str, Sequence[int]], config: LoraConfig) -> None:
     """Refuse a stored adapter that does not train the rows of all new tokens.
 
     Args:
@@ -135,7 +165,7 @@ def check_rows(
     if missing:
         raise ConfigError(
             f"the adapter in {config.load_from} trains no embeddings of {len(missing)} of the new tokens "
-            f"(ids {', '.join(map(str, missing[:3]))}{', …' if len(missing) > 3 else ''})",
+            f"(ids {_first(missing)})",
             where=f"{KEY}, actor.model.lora.load_from",
             remedy="merge that adapter (shardtune export --merge) and start a fresh one over the result, or leave the "
             "tokens out",

@@ -337,6 +337,20 @@ def test_an_adapter_that_trains_no_rows_of_new_tokens_is_refused(tiny: Tiny, run
         shardtune.train(tiny.recipe("new tokens", **changes, actor__tokenizer__new_tokens=["please"]))
 
 
+def test_an_adapter_that_trains_rows_of_tokens_that_are_not_there_is_refused(tiny: Tiny) -> None:
+    changes = {"actor__model__is_lora": True, "runner__max_steps": 1}
+    added = shardtune.train(tiny.recipe("two new tokens", **changes, actor__tokenizer__new_tokens=["<one>", "<two>"]))
+    changes["actor__model__lora__load_from"] = str(added.dir / "final")
+    with pytest.raises(
+        shardtune.errors.ConfigError, match=r"trains embeddings of 2 tokens that the tokenizer does not"
+    ):
+        shardtune.train(tiny.recipe("on without them", **changes))
+    with pytest.raises(
+        shardtune.errors.ConfigError, match=r"trains embeddings of 1 tokens that the tokenizer does not"
+    ):
+        shardtune.train(tiny.recipe("on with one", **changes, actor__tokenizer__new_tokens=["<one>"]))
+
+
 @pytest.mark.parametrize("kind", slow_except(["adapter", "freeze"], "adapter"))
 def test_a_run_does_not_go_on_over_another_base(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     base = tmp_path / "base"

@@ -17,9 +17,10 @@ from shardtune.config import ActorConfig, LoraConfig, ModelConfig, Recipe
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import attach_adapter, base_tensors, is_adapted, keep_in_nf4
-from shardtune.models.lora.config import ALL_LINEAR, CONFIG_FILE, SECTION, ends, is_frozen, is_inside
+from shardtune.models.lora.config import ALL_LINEAR, CONFIG_FILE, SECTION, ends, is_frozen, is_inside, stored_config
 from shardtune.models.lora.init import changes_base, initialise_adapter
-from shardtune.models.new_tokens import KEY, grow_embeddings, token_ids
+from shardtune.models.lora.methods import is_other
+from shardtune.models.new_tokens import KEY, check_known, grow_embeddings, token_ids
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.training.build.initial_weights import directory_of
@@ -75,6 +76,8 @@ def adapt(
     afresh: list[str] = []
     if config.lora.load_from is None:
         afresh = _drawn(model, source(), may_lack) if empty else _not_in_files(model, config.model_path)
+    elif not is_other(config.lora):
+        check_known(stored_config(Path(config.lora.load_from)).trainable_token_indices, tokenizer, config.lora)
     lora, compute = _with_parts(config.lora, new_parts), COMPUTE_DTYPE[config.precision]
     notes += attach_adapter(model, lora, ids, afresh, seed=derive_seed(recipe.runner.seed, "lora"), compute=compute)
     if config.lora.load_from is not None:
