@@ -8,7 +8,11 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.arguments import Checkpoint, RunArgument, Trust
+from shardtune.cli.words import refuse_keys
 from shardtune.errors import ConfigError
+
+OPTIONS = {"runner.final_dtype": "--dtype"}
+"""The option that has the value of a recipe's key."""
 
 
 def export(
@@ -43,6 +47,8 @@ def export(
         )
     from shardtune.run.run import load_run
 
+    if to is None:
+        refuse_keys("export", [str(target)], OPTIONS, "as a directory of this name: --to {}")
     load_run(run, trust=trust or ()).export(target, checkpoint=checkpoint, dtype=dtype, merge=merge, report=typer.echo)
 
 

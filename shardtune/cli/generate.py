@@ -260,7 +260,7 @@ def _template_kwargs(text: str | None) -> dict[str, object]:
 
 def _target(command: str, words: list[str] | None, model: str | None, adapter: str | None) -> tuple[str, list[str]]:
     """The run or model that is named, and the words after it, which are no keys of a recipe."""
-    refuse_keys(command, words or (), OPTIONS, AS_TEXT[command])
+    refuse_keys(command, words or (), OPTIONS, f"as a text to the model: {AS_TEXT[command]}")
     if adapter is not None:
         raise ConfigError(
             "an adapter has no option of its own: its directory names the model that it belongs to",

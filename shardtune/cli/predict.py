@@ -52,7 +52,7 @@ def predict(
     shardtune predict exported "what a film"
     ```
     """
-    refuse_keys("predict", [str(run), *(text or ())], {}, AS_TEXT)
+    refuse_keys("predict", [str(run), *(text or ())], {}, f"as a text to the model: {AS_TEXT}")
     refuse_models("predict", text or (), AS_TEXT)
     if bool(text) == (file is not None):
         raise ConfigError(

@@ -47,8 +47,8 @@ def is_override(word: str) -> bool:
     return "=" in word and not _is_file(word)
 
 
-def refuse_keys(command: str, words: Sequence[str], options: Mapping[str, str], as_text: str) -> None:
-    """Refuse an override of a recipe's key where words are texts that the model reads.
+def refuse_keys(command: str, words: Sequence[str], options: Mapping[str, str], as_word: str) -> None:
+    """Refuse an override of a recipe's key where words are texts that the model reads, or names.
 
     A key's last part alone counts too, in a word without blanks: `max_new_tokens=3`. A text such as `a.b=c`, which
     begins with no section and no key of a recipe, stays a text.
@@ -57,7 +57,7 @@ def refuse_keys(command: str, words: Sequence[str], options: Mapping[str, str], 
         command: which takes no overrides.
         words: as typed after it.
         options: of the command, by the key whose value they have in it.
-        as_text: how the word itself is written as a text; `{}` stands for it.
+        as_word: how the word itself is meant all the same; `{}` stands for it.
     """
     for word in words:
         name, equals, value = word.partition("=")
@@ -70,7 +70,7 @@ def refuse_keys(command: str, words: Sequence[str], options: Mapping[str, str], 
         raise ConfigError(
             f"{command} takes no overrides of keys, and {_as_key(key, meant)} of a recipe",
             where=word,
-            remedy=f"{instead}; as a text to the model: {as_text.format(shlex.quote(word))}",
+            remedy=f"{instead}; {as_word.format(shlex.quote(word))}",
         )
 
 

@@ -193,6 +193,8 @@ def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
         ("chat t5", "a model of type 't5'"),
         ("export runs/x", "there is no directory to write | shardtune export runs/x my-model"),
         ("export runs/x a --to b", "two directories are given: a and b"),
+        ("export runs/x optim.ema_use=false", "takes no overrides of keys | --to optim.ema_use=false"),
+        ("export runs/x final_dtype=fp32", "takes no overrides of keys | write --dtype fp32"),
         ("launch recipe.yaml --nodes 2", "2 hosts need a command on each | --nodes 2 --print"),
         ("launch recipe.yaml --by jobset", "jobset needs files of its own | --print --by jobset"),
         ("launch recipe.yaml --by slurm", "sbatch is not found here | --print --by slurm > job.sh"),
