@@ -48,6 +48,13 @@ def export(
     from shardtune.run.run import load_run
 
     if to is None:
+        option, equals, value = str(target).partition("=")
+        if equals and option in ("checkpoint", "dtype"):
+            raise ConfigError(
+                f"{target} is the place of the directory, and {option} is an option",
+                where="shardtune export",
+                remedy=f"write --{option} {value}; as a directory of this name: --to {target}",
+            )
         refuse_keys("export", [str(target)], OPTIONS, "as a directory of this name: --to {}")
     load_run(run, trust=trust or ()).export(target, checkpoint=checkpoint, dtype=dtype, merge=merge, report=typer.echo)
 

@@ -194,6 +194,7 @@ def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
         ("export runs/x", "there is no directory to write | shardtune export runs/x my-model"),
         ("export runs/x a --to b", "two directories are given: a and b"),
         ("export runs/x optim.ema_use=false", "takes no overrides of keys | --to optim.ema_use=false"),
+        ("export runs/x dtype=fp32", "dtype is an option | write --dtype fp32"),
         ("export runs/x final_dtype=fp32", "takes no overrides of keys | write --dtype fp32"),
         ("launch recipe.yaml --nodes 2", "2 hosts need a command on each | --nodes 2 --print"),
         ("launch recipe.yaml --by jobset", "jobset needs files of its own | --print --by jobset"),
