@@ -53,7 +53,9 @@ def save_state(
     for name, optimizer in optimizers_of(module).items():
         moments, optimizers[name] = optimizer_tensors(optimizer, _names(weights), weights)
         save_tensors(folder / part / OPTIMIZERS / name, moments)
-    described |= {"optimizers": optimizers, "schedules": dict.fromkeys(_schedules(module))}
+    schedules = _schedules(module)
+    described |= {"optimizers": optimizers, "schedules": dict.fromkeys(schedules)}
+    described["classes"] = _classes(optimizers_of(module) | schedules)
     described["attributes"] = {**attributes.save(folder / part / ATTRIBUTES)}
     Together(None).by_first(lambda: _complete(folder, part, described))
 
@@ -127,12 +129,14 @@ def load_state(
             where=str(folder),
             remedy="make the same optimizers, under the same names, in on_weights_materialized",
         )
-    if described["schedules"].keys() != _schedules(module):
+    schedules = _schedules(module)
+    if described["schedules"].keys() != schedules.keys():
         raise CheckpointError(
-            f"it has the schedules {sorted(described['schedules'])}, the module {sorted(_schedules(module))}",
+            f"it has the schedules {sorted(described['schedules'])}, the module {sorted(schedules)}",
             where=str(folder),
             remedy="make the same schedules, under the same names, in on_weights_materialized",
         )
+    _check_classes(folder, described.get("classes", {}), _classes(optimizers | schedules))
     everything = weights.tensors()
     stored = Together(None).by_first(lambda: stored_names(tensors_in / MODEL))
     tensors = _kept(weights, trained) | {name: everything[name] for name in stored if name in everything}
@@ -158,6 +162,23 @@ def _names(weights: Weights) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in weights.parameters.items()}
 
 
-def _schedules(module: nn.Module) -> set[str]:
-    """The names of the schedules that are attributes of a module; their states are saved as those of other objects."""
-    return {name for name, value in vars(module).items() if isinstance(value, torch.optim.lr_scheduler.LRScheduler)}
+def _schedules(module: nn.Module) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
+    """The schedules that are attributes of a module, by name; their states are saved as those of other objects."""
+    kind = torch.optim.lr_scheduler.LRScheduler
+    return {name: value for name, value in vars(module).items() if isinstance(value, kind)}
+
+
+def _classes(found: Mapping[str, object]) -> dict[str, str]:
+    return {name: type(value).__name__ for name, value in found.items()}
+
+
+def _check_classes(folder: Path, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Refuse the states of other classes, which would bring their rates and moments; earlier versions named none."""
+    for name in own.keys() & saved.keys():
+        if saved[name] != own[name]:
+            raise CheckpointError(
+                f"self.{name} was of the class {saved[name]} and is of {own[name]}, for which its state is not",
+                where=str(folder),
+                remedy="make one of the same class in on_weights_materialized; for weights alone, load a directory "
+                "that engine.save_pretrained() wrote",
+            )

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ParallelError
+from shardtune.parallel.operation import returned
 from shardtune.parallel.torch_private.operations import tree_map
 
 T = TypeVar("T")
@@ -120,6 +121,8 @@ def detached(value: T, *, copy: bool) -> T:
     def taken(leaf: object) -> object:
         if isinstance(leaf, DTensor):
             leaf = leaf.full_tensor()
+        if isinstance(leaf, torch.Tensor):
+            leaf = returned(leaf)
         return leaf.detach().to("cpu", copy=copy) if isinstance(leaf, torch.Tensor) else leaf
 
     return tree_map(taken, value)

@@ -369,13 +369,15 @@ class RankModule:
         self._module.train(mode)
 
     def sleep(self) -> None:
-        self._weights.copy_masters_to_model()
-        self._memory.leave()
+        if not self._memory.is_away:
+            self._weights.copy_masters_to_model()
+            self._memory.leave()
 
     def make_room(self) -> None:
         """Free memory for the turn of another engine, where it needs that."""
-        self._weights.copy_masters_to_model()
-        self._memory.make_room()
+        if not self._memory.is_away:
+            self._weights.copy_masters_to_model()
+            self._memory.make_room()
 
     def to_host(self) -> None:
         """Move the module from the GPU to host memory."""

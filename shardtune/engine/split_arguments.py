@@ -87,8 +87,9 @@ class NeedParallel(Generic[T]):
         if not is_whole(max_tokens, 1):
             raise DataError("it is no whole number above 0", where=where, remedy="give the tokens of a micro-batch")
         found = _counted(lengths, where) if lengths is not None else []
-        if lengths is None and all(isinstance(sample, Sized) for sample in samples):
-            found = [len(sample) for sample in samples if isinstance(sample, Sized)]
+        sized = [sample for sample in samples if isinstance(sample, Sized) and not _is_number(sample)]
+        if lengths is None and len(sized) == self.size:
+            found = [len(sample) for sample in sized]
         what = remedy = ""
         if self.type == "seq":
             what, remedy = 'type="seq" divides tokens among ranks', "use max_tokens with whole samples alone"
@@ -107,6 +108,11 @@ class NeedParallel(Generic[T]):
 def is_whole(value: object, least: int) -> bool:
     """Whether a value is a whole number of at least `least`."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _is_number(sample: object) -> bool:
+    """Whether a sample is a tensor without dimensions, which has no length."""
+    return isinstance(sample, torch.Tensor) and not sample.ndim
 
 
 def _counted(lengths: Sequence[int] | torch.Tensor, where: str) -> list[int]:

@@ -21,7 +21,7 @@ from shardtune.parallel.direct_use import (
     same_memory,
 )
 from shardtune.parallel.fsdp1 import Place, Routed
-from shardtune.parallel.operation import DETACH, GET_DATA, TRANSPOSED, Operation, operands
+from shardtune.parallel.operation import DETACH, GET_DATA, TRANSPOSED, Operation, operands, returned
 from shardtune.parallel.torch_private.fsdp1 import free_gathered, is_gathered
 from shardtune.parallel.torch_private.fsdp2 import in_backward
 from shardtune.parallel.torch_private.modules import LOADING
@@ -42,6 +42,7 @@ class FlatOperands(TorchFunctionMode):
         root: what gathers the root's; only the root ends a backward pass.
         compare: is called before weights are gathered.
         on_parts: whether operations are those of an optimizer, whose states belong to this rank's part of a weight.
+        parts: tensors of earlier calls that are of parts (an average of the weights, say); those of this one are added.
     """
 
     def __init__(
@@ -50,16 +51,18 @@ class FlatOperands(TorchFunctionMode):
         root: Routed,
         compare: Callable[[str], None],
         on_parts: Callable[[], bool],
+        parts: WeakIdKeyDictionary,
     ) -> None:
         super().__init__()
         self._owners = {id(parameter): owner for parameter, owner in owners.items()}
         self._root = root
         self._compare = compare
         self._on_parts = on_parts
-        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._parts = parts
         self._aliases: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._noted: set[int] = set()  # the ids of what is in these, as they are slow; some ids are others' by now
+        # The ids of what is in these, as they are slow; some ids are others' by now.
+        self._noted = {id(part) for part in parts}
         self._divides = root.through[0].world_size > 1
 
     def __torch_function__(
@@ -101,13 +104,16 @@ class FlatOperands(TorchFunctionMode):
         if any(tensor in self._parts for tensor in tensors):
             raise _of_a_part(operation.name)
         computes = len(used) < len(tensors) or operation.call in TRANSPOSED
-        if not computes and _gives_no_tensor(operation.call, args, kwargs):
+        if not computes and operation.name not in READS and _gives_no_tensor(operation.call, args, kwargs):
             return operation.call(*args, **kwargs)
         self._compare(operation.name)
         args, kwargs = tree_map(self._place, (args, dict(kwargs)))
 
         def computed(*placed: object, **named: object) -> object:
-            return self._without_views(operation.call, *tree_map(_at, (placed, named)))
+            whole = tree_map(_at, (placed, named))
+            if operation.name in READS:  # an array of numpy would keep the memory of what is gathered
+                whole = tree_map_only(torch.Tensor, torch.clone, whole)
+            return self._without_views(operation.call, *whole)
 
         call: Callable[..., object] = computed
         for routed in {self._owners[id(parameter)][1] for parameter in used} - {self._root}:
@@ -184,7 +190,7 @@ class FlatOperands(TorchFunctionMode):
             if own and self._divides and operation.changes:
                 raise beside_whole(operation.name) from error
             raise
-        if not parts and not (self._divides and own and _is_of_the_part(operation)):
+        if not parts and not (self._divides and own and (operation.name == "grad" or _is_of_the_part(operation))):
             return result
         if parts and (operation.name in READS or (not operation.keeps_parts and self._gives_less(args, parts, result))):
             raise _of_a_part(operation.name)
@@ -247,15 +253,19 @@ SUMS = frozenset((
     *("dot", "vdot", "inner", "dist", "argmax", "argmin"),
 ))  # fmt: skip
 """Functions whose result, where it has no dimension, is of all numbers of a tensor."""
-READS = ("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__")
-"""Functions of torch that give values of a tensor in Python."""
+READS = (
+    *("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__"),
+    returned.__name__,
+)
+"""Functions that give values of a tensor in Python, or to the caller of a method."""
 
 
 def _of_a_part(name: str) -> ModelError:
+    what, where = ("what a method returns", "return") if name == returned.__name__ else (name, name)
     return ModelError(
-        f"{name} of a weight's detach(), .data or .grad is that of this rank's part alone: fsdp1 divides each over the "
+        f"{what} of a weight's detach(), .data or .grad is that of this rank's part alone: fsdp1 divides each over the "
         "ranks, and these have no shape there",
-        where=name,
+        where=where,
         remedy="use the weight itself (under torch.no_grad()), which is whole in every operation, and none of these "
         "with it; keep states as zeros_like(weight); for the norm of the gradient self.clip_grad_norm_(); or "
         'executor="fsdp2", where they are whole',

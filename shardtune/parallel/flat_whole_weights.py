@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardtune.parallel.flat_operands import FlatOperands
 from shardtune.parallel.fsdp1 import FlatSharding, Flattening
@@ -27,6 +28,7 @@ class WholeFlatWeights(WholeWeights):
     def __init__(self, sharding: FlatSharding, flattened: Flattening, compute: torch.dtype) -> None:
         super().__init__(sharding.root, sharding.ranks, compute)
         self._flattened = flattened
+        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
         flattened.compare_parts(self._same_call.compare, self.free_after_part)
 
     def _are_sharded(self) -> bool:
@@ -36,7 +38,7 @@ class WholeFlatWeights(WholeWeights):
         if not self._are_sharded():
             return nullcontext()
         flattened = self._flattened
-        return FlatOperands(flattened.owners, flattened.root, self._same_call.compare, self._updating)
+        return FlatOperands(flattened.owners, flattened.root, self._same_call.compare, self._updating, self._parts)
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:

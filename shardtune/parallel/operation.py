@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 _TENSOR: Any = torch.Tensor
 SET_DATA = _TENSOR.data.__set__
@@ -85,3 +86,8 @@ def operands(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[tor
         elif isinstance(value, (list, tuple)):
             found += [item for item in value if isinstance(item, torch.Tensor)]
     return found
+
+
+def returned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor for the caller of a method, as an operation: modes give a weight whole, and refuse a rank's part."""
+    return handle_torch_function(returned, (tensor,), tensor) if has_torch_function((tensor,)) else tensor

@@ -308,6 +308,60 @@ def test_parts_of_a_module_of_whole_models(two_ranks: TrainEngine, executor: Any
     assert (answers[0] if executor == "tensor" else answers[0] + answers[1]) == expected.answers(rows)
 
 
+class Returning(nn.Fsdp2TrainModule):
+    """Returns weights, their values in Python, and what fsdp1 has only a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3).double() for _ in range(2))
+
+    def on_weights_materialized(self) -> None:
+        self.average = [parameter.detach().clone() for parameter in self.parameters()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return dict(self.named_parameters())
+
+    def values(self) -> tuple[Any, Any]:
+        return self.layers[0].weight.tolist(), self.layers[1].bias.numpy(force=True)
+
+    def kept(self) -> Any:
+        return self.average[0]
+
+    def gradient_norm(self) -> torch.Tensor:
+        parameters = list(self.parameters())
+        found = torch.autograd.grad(self(torch.ones(1, 3, dtype=torch.float64)).sum(), parameters)
+        return sum(gradient.square().sum() for gradient in found)
+
+    def gradients(self) -> Any:
+        self(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        return [parameter.grad for parameter in self.parameters()]
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1"])
+def test_what_a_method_returns_of_weights_is_whole_or_refused(two_ranks: TrainEngine, executor: Any) -> None:
+    module = Returning()
+    expected = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    with built(module, executor, two_ranks) as engine:
+        for found in engine.weights():
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+        for listed, array in engine.values():
+            assert listed == expected["layers.0.weight"].tolist()
+            assert array.tolist() == expected["layers.1.bias"].tolist()
+        if executor == "fsdp1":
+            for method, what in ((engine.kept, "what a method returns"), (engine.gradients, "what a method returns")):
+                with pytest.raises(ModelError, match=f"{what} of a weight's detach"):
+                    method()
+            with pytest.raises(ModelError, match="sum of a weight's detach"):
+                engine.gradient_norm()
+            assert engine.sleep().sleep().memory() == [0, 0]
+            assert torch.equal(engine.weights()[0]["layers.0.bias"], expected["layers.0.bias"])
+
+
 # -- Ranks that use other parameters, or other units -------------------------------------------------------------------
 
 

@@ -126,6 +126,8 @@ def test_rows_that_cannot_be_dealt_by_tokens():
         NeedParallel([[1, 2, 3]], max_tokens=2)
     with pytest.raises(DataError, match="0 lengths for 2 samples"):
         NeedParallel([1, 2], max_tokens=2)
+    with pytest.raises(DataError, match="0 lengths for 2 samples"):
+        NeedParallel(torch.tensor([1, 2]), max_tokens=2)
     with pytest.raises(DataError, match="divides tokens among ranks"):
         NeedParallel([[1, 2]], "seq", max_tokens=2)
     with pytest.raises(DataError, match="let the method have a parameter weights"):

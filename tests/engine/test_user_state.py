@@ -188,6 +188,32 @@ def test_a_state_with_other_schedules_is_refused(tmp_path: Path):
         one.load(tmp_path / "without")
 
 
+class OfOtherClasses(Scheduled):
+    def on_weights_materialized(self) -> None:
+        super().on_weights_materialized()
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.5)
+
+
+class OfAnotherSchedule(Scheduled):
+    def on_weights_materialized(self) -> None:
+        super().on_weights_materialized()
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+
+def test_a_state_of_other_classes_is_refused(tmp_path: Path):
+    TrainEngine(Scheduled()).build().save(tmp_path)
+    other = TrainEngine(OfOtherClasses()).build()
+    with pytest.raises(CheckpointError, match=r"self\.optimizer was of the class SGD and is of Adam"):
+        other.load(tmp_path)
+    assert other.step()[0][0] == 0.5  # as its class has made it
+    with pytest.raises(CheckpointError, match=r"self\.schedule was of the class MultiStepLR and is of ExponentialLR"):
+        TrainEngine(OfAnotherSchedule()).build().load(tmp_path)
+    described = json.loads((tmp_path / "engine.json").read_text())
+    del described["classes"]  # as earlier versions wrote it
+    (tmp_path / "engine.json").write_text(json.dumps(described))
+    TrainEngine(Scheduled()).build().load(tmp_path)
+
+
 class Phases(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     """Trains its layers, then freezes them; later also what was frozen at first."""
 
