@@ -179,7 +179,7 @@ class _Grouping:
             state = _vector(row[columns.named["state"]], "state") if "state" in columns.named else None
             if state is not None:
                 self._require_dimensions("state", len(state))
-            instruction = _text(row[columns.require("instruction")])
+            instruction = _instruction(row, columns)
             folder = self.origin.folder
             images = {camera: image_record(row[name], folder) for camera, name in columns.cameras.items()}
         except RowError as error:
@@ -295,7 +295,7 @@ class _Grouping:
         state = row[named["state"]] if "state" in named else None
         images = {**row[named["images"]]} if "images" in named else {}
         images |= {camera: row[name] for camera, name in columns.cameras.items()}
-        instruction = _text(row[columns.require("instruction")])
+        instruction = _instruction(row, columns)
         dataset = row[named["dataset"]] if "dataset" in named else self.origin.dataset
         episode, frame = (row[named[name]] if name in named else None for name in ("episode", "frame"))
         content = {
@@ -353,6 +353,12 @@ def _after(frame: object, place: int) -> int:
     if frame < place:
         raise RowError(f"the frame {frame!r} does not come after {place - 1}")
     return frame
+
+
+def _instruction(row: Row, columns: Columns) -> str:
+    """In words; empty where there is none, which models that read it refuse, as they do in a recording."""
+    value = row[columns.named["instruction"]] if "instruction" in columns.named else None
+    return "" if value is None else _text(value)
 
 
 def _text(value: object) -> str:

@@ -230,7 +230,10 @@ def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: s
                 break
         if seen == 0:
             raise DataError("the data file holds no rows", where=file.label, remedy=FILL)
-    raise first or DataError(
+    if first is not None:  # with data.on_bad_row: skip
+        remedy = "mend the rows, or let data.columns name their columns: none of the first ones can be used"
+        raise DataError(first.what, where=first.where, remedy=remedy)
+    raise DataError(
         f"data.transform drops each of the first {_SNIFFED_ROWS} rows",
         where=source.files[0].label,
         remedy="let it return the rows that are to be kept, None only for the others",

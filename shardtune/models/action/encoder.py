@@ -122,7 +122,10 @@ class ActionEncoder(ImageChatEncoder):
         key = self._key(str(row["dataset"]))
         codec = self._codec(key)
         if not str(row["instruction"]).strip():
-            raise RowError("the instruction is empty (data.transform may give one)")
+            raise RowError(
+                "the instruction is empty (data.columns: {instruction: …} names its column, and data.transform may "
+                "give one)"
+            )
         actions = _finite(row["actions"], "actions")
         ids = codec.encode(actions).astype(np.int32)
         clipped = codec.statistics.outside(actions, TOLERANCE)

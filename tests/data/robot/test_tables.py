@@ -98,6 +98,14 @@ def test_mapped_columns(tmp_path, read):
     assert found[0]["images"] == {"wrist": {"path": str(tmp_path / "pictures" / "0.png")}}
 
 
+@pytest.mark.parametrize("given", [{}, {"task": None}, {"task": ""}])
+def test_a_table_without_instructions_has_empty_ones(tmp_path, read, given):
+    by_frame = [{"episode": 0, "action": [1.0], **given}, {"episode": 0, "action": [2.0], **given}]
+    assert [row["instruction"] for row in read(write(tmp_path / "rows.jsonl", by_frame))] == ["", ""]
+    whole = {"actions": [[1.0]], "action_is_pad": [False], **given}
+    assert read(write(tmp_path / "whole.jsonl", [whole]), chunk=1)[0]["instruction"] == ""
+
+
 def test_columns_that_are_not_read_are_named(tmp_path, data):
     said = []
     noted = {"timestamp": 0.1, "action_is_pad": [False], "image2": "a.png"}
@@ -227,7 +235,7 @@ class TestBadRows:
         assert [isinstance(row, str) for _, row in found] == [False, False, True, False]
         assert found[2][1].startswith("episode 0, frame 2: frame 3 is missing, the next one is 5")
 
-    @pytest.mark.parametrize("column", ["action", "task", "episode_index"])
+    @pytest.mark.parametrize("column", ["action", "episode_index"])
     def test_missing_column(self, tmp_path, read, column):
         rows = [{key: value for key, value in row.items() if key != column} for row in frames(2)]
         with pytest.raises(DataError, match=r"row 1\b"):

@@ -649,8 +649,9 @@ class TestFaults:
         data.on_bad_row = "skip"
         assert resolve(path)[0].title == "question/answer"
         write_jsonl(path, [{"x": 1}] * 30)
-        with pytest.raises(DataError, match=r"a.jsonl: row 1\b"):
+        with pytest.raises(DataError, match=r"a.jsonl: row 1\b") as error:
             resolve(path)
+        assert "on_bad_row" not in error.value.remedy
 
     def test_rows_with_images(self, tmp_path, resolve):
         messages = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
