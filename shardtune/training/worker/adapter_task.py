@@ -117,8 +117,8 @@ class AdapterTask(CachedRowsTask):
         if not samples:
             return []
         work = len(samples) * min(samples[0].length, LONGEST) * sum(each.numel() for each in root.model.parameters())
-        if device.type == "cpu" and isinstance(self.adapter, CausalLM) and work > LONG_WORK:
-            report("comparing how rows share a forward with the model's own forward, on two rows: on a CPU for minutes")
+        if device.type == "cpu" and isinstance(self.adapter, CausalLM | TextTask) and work > LONG_WORK:
+            report("comparing rows that share a forward with rows alone, on two of them: on a CPU for minutes")
         if self._training and isinstance(root, LanguageRoot) and isinstance(self.adapter, CausalLM):
             self._fast_parts = fast_parts(root.model, self.recipe.actor.model)
         if self._fast_parts is None:
