@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from shardtune.batch import IGNORED, Batch, LossSum, Sample
+from shardtune.batch import IGNORED, Batch, LossSum, Metric, Sample
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.data.encoder import Encoder, FrameOptions, Row
@@ -25,7 +25,6 @@ from shardtune.models.activation_checkpointing import set_execution
 from shardtune.models.adapter_encoder import FieldEncoder, FrameFieldEncoder
 from shardtune.models.cut_units import CutUnits
 from shardtune.models.loss import TokenLoss
-from shardtune.models.loss_terms import TERM, Evaluation, Losses, Measured, named
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import recipe_tokenizer
@@ -37,9 +36,26 @@ from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import check_names, check_planned, expanded
 
 LABELS = "labels"
+TERM = "loss"
+"""The name of a loss that is the only one."""
+
+Losses = LossSum | Mapping[str, LossSum]
+Measured = Mapping[str, Metric | tuple[float, float]]
 WeightSource = Mapping[str, torch.Tensor | Callable[[], torch.Tensor] | str | Path | None] | str | Path | None
 """The source of weights: tensors, or functions that make them, by name; files; None: the module's constructor. In a
 mapping a submodule's name may represent all of its tensors, with a path or None."""
+
+
+class Evaluation(NamedTuple):
+    """The losses and metrics of a micro-batch.
+
+    Attributes:
+        losses: as `Adapter.loss` returns them, by term.
+        metrics: (sum, weight) by name.
+    """
+
+    losses: dict[str, LossSum]
+    metrics: Measured
 
 
 class Adapter(ABC):
@@ -396,6 +412,49 @@ def cannot_share_sequences(what: str, why: str) -> ParallelError:
     """The error for a model without sequence parallelism."""
     where = "actor.parallel.sequence"
     return ParallelError(f"{what} cannot share sequences among ranks: {why}", where=where, remedy=f"set {where}: 1")
+
+
+def named(losses: Losses) -> dict[str, LossSum]:
+    """The terms of a loss by name, checked: each a scalar with a graph (in training) and a weight.
+
+    Raises:
+        ModelError: a term is no `LossSum` of a scalar and a number, or has no graph.
+    """
+    terms = {TERM: losses} if isinstance(losses, LossSum) else losses
+    if not isinstance(terms, Mapping) or not all(isinstance(term, LossSum) for term in terms.values()):
+        raise ModelError(
+            f"loss returned a {type(losses).__name__}, not a LossSum or a dict of them",
+            where="Adapter.loss",
+            remedy="return LossSum(total, weight): the sum of the loss over its targets, and how many they are",
+        )
+    found = {name: _summable(name, term) for name, term in terms.items()}
+    if torch.is_grad_enabled() and found and not any(term.total.requires_grad for term in found.values()):
+        raise ModelError(
+            "the loss has no graph: no parameter that is trained has a part in it",
+            where="Adapter.loss",
+            remedy="compute it from what model(…) returns; .detach(), .item(), .data and torch.no_grad() cut the graph",
+        )
+    return found
+
+
+def _summable(name: str, term: LossSum) -> LossSum:
+    """A loss term, checked to have a scalar as its total and a number as its weight."""
+    total, weight = term
+    if not isinstance(total, torch.Tensor) or total.ndim:
+        kind = f"of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
+        raise ModelError(
+            f"the total of the loss {name!r} is {kind}, not a tensor with one number",
+            where="Adapter.loss",
+            remedy='sum over the targets: reduction="sum", or losses.sum()',
+        )
+    try:
+        return LossSum(total, float(weight))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"the weight of the loss {name!r} is {weight!r}, not a number",
+            where="Adapter.loss",
+            remedy="give how many targets the total is a sum of: LossSum(total, len(targets))",
+        ) from error
 
 
 class AdapterRoot(nn.Module):

@@ -25,7 +25,7 @@ from shardtune.data.encoder import Row, TooLong
 from shardtune.data.loader.packing import NO_ROW, pack
 from shardtune.errors import ModelError
 from shardtune.models.activation_checkpointing import checkpoint_pretrained
-from shardtune.models.adapter import AdapterRoot, WeightSource, cannot_share_sequences
+from shardtune.models.adapter import AdapterRoot, Evaluation, WeightSource, cannot_share_sequences
 from shardtune.models.attention_heads import check_heads_of, forms_ring, shared_heads
 from shardtune.models.attention_implementation import (
     pretrained,
@@ -33,15 +33,18 @@ from shardtune.models.attention_implementation import (
 from shardtune.models.distillation import Distillation, Distilled, TeacherLogits, logits_of
 from shardtune.models.embedding_noise import embedding_noise
 from shardtune.models.generation_settings import one_text_each, reads_padding
-from shardtune.models.language_head import AtHead, declared_transform, own_forward
+from shardtune.models.language_head import AtHead, declared_transform, own_forward, target_predictions
 from shardtune.models.language_model import LanguageModel, LanguageRoot
 from shardtune.models.loss import (
     IDENTITY,
     PLAIN,
+    CrossEntropy,
     TokenLoss,
+    accumulation_dtype,
+    head_cross_entropy,
+    linear_cross_entropy,
     router_balance,
 )
-from shardtune.models.loss_terms import Evaluation
 from shardtune.models.mixed_precision import NarrowedBuffer, narrow_buffers
 from shardtune.models.packed_attention import DOCUMENTS
 from shardtune.models.packing_limit import PackingLimit
@@ -51,7 +54,6 @@ from shardtune.models.rescaling import keep_weights, restore_rescaling
 from shardtune.models.router_loss import RouterLoss
 from shardtune.models.row_sharing import RowSharing
 from shardtune.models.source_losses import TargetLosses
-from shardtune.models.target_losses import target_losses, target_predictions
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.models.value_loss import VALUE, ValueLoss
 from shardtune.parallel.fp32_compute import in_fp32
@@ -425,7 +427,7 @@ class CausalLM(LanguageModel):
 
     def _noise(self, model: nn.Module, batch: PackedBatch) -> AbstractContextManager[None]:
         """Noise on the embeddings of a training forward."""
-        part = self.sharing.part(batch, batch.target_positions)
+        part = self.sharing.part(batch, batch.target_positions) if self.sharing.among_ranks else None
         return embedding_noise(pretrained(model).get_input_embeddings(), batch, self.noise_alpha, part)
 
     def target_logits(self, model: nn.Module, batch: PackedBatch) -> TeacherLogits:
@@ -455,15 +457,16 @@ class CausalLM(LanguageModel):
     def _to_head(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> AtHead:
         """Run the model up to its head, at some tokens."""
         model = cast(PreTrainedModel, model)  # as `build` has made it
-        input_ids, position_ids = batch.input_ids, batch.position_ids
-        arguments, part = {**self._with_routers}, self.sharing.part(batch, positions)
-        if part is not None:
+        input_ids, position_ids, part = batch.input_ids, batch.position_ids, None
+        arguments = {**self._with_routers}
+        if self.sharing.among_ranks:
+            part = self.sharing.part(batch, positions)
             arguments["token_share"] = part.share
             input_ids, position_ids, positions = part.cut(input_ids), part.cut(position_ids), part.positions
         arguments |= self.sharing.arguments(batch, position_ids)
         if batch.fields:
             arguments |= self.further_inputs(batch)
-        sequences = input_ids.view(self.sharing.sequences(batch), -1)
+        sequences = input_ids.view(self.sharing.sequences(batch) if self.sharing.by_length else 1, -1)
         if self._through_own_head:
             if self.value_loss is not None:
                 arguments["output_hidden_states"] = True
@@ -497,10 +500,32 @@ class CausalLM(LanguageModel):
         self, at: AtHead, batch: PackedBatch, token_loss: TokenLoss | Distilled, *, training: bool
     ) -> tuple[dict[str, LossSum], torch.Tensor]:
         """The losses by term, and the number of targets with the largest logit (0 in training)."""
-        by_source = self.source_losses if training else None
-        total, correct = target_losses(
-            at, batch, token_loss, self.vocabulary, count_correct=not training, by_source=by_source
-        )
+        targets, weights, count_correct = batch.targets, batch.target_weights, not training
+        if at.part is not None:
+            targets, weights = at.part.select(targets), at.part.select(weights)
+            token_loss = token_loss.of(at.part.mine) if isinstance(token_loss, Distilled) else token_loss
+        by_source, each = self.source_losses if training else None, None
+        if by_source is not None:
+            each = torch.zeros(len(targets), dtype=accumulation_dtype(at.hidden.dtype), device=targets.device)
+        if isinstance(token_loss, Distilled) and type(at.head) is not nn.Linear:
+            total, correct = linear_cross_entropy(
+                at.logits, None, targets, weights, loss=token_loss, count_correct=count_correct, each=each
+            )
+        elif type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy | Distilled):
+            total, correct = linear_cross_entropy(
+                at.hidden, at.head.weight, targets, weights, bias=at.head.bias, transform=at.transform,
+                loss=token_loss, count_correct=count_correct, each=each,
+            )  # fmt: skip
+        else:
+            assert not isinstance(token_loss, Distilled)
+            total, correct = head_cross_entropy(
+                at.hidden, nn.Identity() if at.head is None else at.head, self.vocabulary, targets, weights,
+                transform=at.transform, token_loss=token_loss, count_correct=count_correct, each=each,
+            )  # fmt: skip
+        if by_source is not None and each is not None:
+            by_source.add(batch, each if at.part is None else at.part.gather(each))
+        if at.part is not None:  # the same on all ranks that share the sequences
+            total, correct = at.part.sum(total), at.part.sum(correct)
         losses = {TOKENS: LossSum(total, batch.target_weight)}
         if self._router.factor:
             routers = at.routers if at.part is None else tuple(at.part.whole(logits) for logits in at.routers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
-from shardtune.models.loss import IDENTITY, LogitTransform
+from shardtune.batch import PackedBatch
+from shardtune.models.loss import IDENTITY, LogitTransform, accumulation_dtype, chunk_rows
 from shardtune.models.sequence_part import SequencePart
+from shardtune.models.user_metrics import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,16 @@ def own_forward(
     outputs = model(input_ids=sequences, use_cache=False, **arguments)
     logits = outputs.logits[:, -sequences.shape[1] :] if leads else outputs.logits
     return outputs, logits.flatten(0, 1).index_select(0, positions)
+
+
+def target_predictions(at: AtHead, batch: PackedBatch, vocabulary: int) -> Iterator[Prediction]:
+    """The logits at the targets, in chunks of the loss's size."""
+    hidden = at.hidden if at.part is None else at.part.gather(at.hidden)
+    size = chunk_rows(hidden.device, vocabulary)
+    for start in range(0, hidden.shape[0], size):
+        rows = slice(start, start + size)
+        logits = at.logits_from(hidden[rows])
+        yield Prediction(logits.to(accumulation_dtype(logits.dtype)), batch.targets[rows], batch.target_weights[rows])
 
 
 def declared_transform(config: PreTrainedConfig) -> LogitTransform:

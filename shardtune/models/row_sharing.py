@@ -43,10 +43,12 @@ class RowSharing:
         by_length: whether rows of one length are a batch.
         batches: whether they may be, as far as the adapter knows.
         attention: the implementation in training.
+        mixes: whether layers carry a state from token to token.
+        among_ranks: whether ranks share sequences.
     """
 
     def __init__(self, requested: str, limit: PackingLimit | None) -> None:
-        self.packs = self.by_length = False
+        self.packs = self.by_length = self.mixes = self.among_ranks = False
         self.batches = True
         self.attention = ""
         self._requested = requested
@@ -65,6 +67,7 @@ class RowSharing:
         self._own_attention = attention_name(model)
         self._takes_places = "position_ids" in takes
         self._mixers = Mixers.of(model)  # which need no positions
+        self.mixes = len(self._mixers) > 0
         self.packs = keywords and (self._takes_places or self.mixes)
         self.attention = self._own_attention
         if self._requested == AUTO:
@@ -79,11 +82,6 @@ class RowSharing:
         self._mixers.run_row_by_row(False)
 
     # -- what the packing probe switches off -------------------------------------------------------------------------
-
-    @property
-    def mixes(self) -> bool:
-        """Whether layers carry a state from token to token."""
-        return len(self._mixers) > 0
 
     @property
     def leaks(self) -> str:
@@ -101,7 +99,7 @@ class RowSharing:
         Raises:
             ParallelError: ranks share sequences, which no attention but ours computes; names `why`.
         """
-        if self._ranks is not None:
+        if self.among_ranks:
             raise cannot_share_sequences(type(model).__name__, why or "its rows cannot be packed")
         self.packs, self.attention = False, self._own_attention
         self._mixers.run_row_by_row(False)
@@ -168,17 +166,16 @@ class RowSharing:
         """
         if self.too_long:
             raise cannot_share_sequences(type(model).__name__, self.too_long)
-        self._ranks, self._rings = ranks, rings
+        self._ranks, self._rings, self.among_ranks = ranks, rings, True
 
     @property
     def rings(self) -> bool:
         """Whether ranks share sequences by ring attention."""
         return self._rings
 
-    def part(self, batch: PackedBatch, positions: torch.Tensor) -> SequencePart | None:
-        """This rank's part of a forward in which some tokens are requested; None where ranks share no sequences."""
-        if self._ranks is None:
-            return None
+    def part(self, batch: PackedBatch, positions: torch.Tensor) -> SequencePart:
+        """This rank's part of a forward in which some tokens are requested, where ranks share sequences."""
+        assert self._ranks is not None
         if self._rings:
             share = TokenShare.in_ring(batch.cu_seqlens.tolist(), self._ranks)
         else:
@@ -188,12 +185,12 @@ class RowSharing:
     # -- forwards ----------------------------------------------------------------------------------------------------
 
     def sequences(self, batch: PackedBatch) -> int:
-        """Number of sequences of a forward: 1, or the rows if all have the same length.
+        """Number of sequences of a forward of rows by length: 1, or the rows if all have the same length.
 
         3 rows of 7 tokens, packed into 21, become a batch [3, 7]; rows of 7, 7 and 6 tokens stay [1, 20].
         """
         rows = len(batch.document_weights)
-        return rows if self.by_length and rows * batch.max_length == len(batch.input_ids) else 1
+        return rows if rows * batch.max_length == len(batch.input_ids) else 1
 
     def arguments(self, batch: PackedBatch, position_ids: torch.Tensor) -> dict[str, object]:
         """The arguments of a forward that keep its rows apart.

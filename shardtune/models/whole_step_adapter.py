@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from shardtune.batch import Batch
-from shardtune.models.adapter import Adapter, AdapterRoot
-from shardtune.models.loss_terms import Losses
+from shardtune.models.adapter import Adapter, AdapterRoot, Losses
 from shardtune.models.mixed_precision import compute_in
 from shardtune.parallel.precision import COMPUTE_DTYPE
 

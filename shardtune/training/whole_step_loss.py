@@ -12,7 +12,7 @@ from shardtune.batch import Batch, LossSum, Metric
 from shardtune.batch.seeds import derive_seed, seed_generators
 from shardtune.errors import ModelError
 from shardtune.launch.progress import PROGRESS
-from shardtune.models.loss_terms import named
+from shardtune.models.adapter import named
 from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.weights import Weights

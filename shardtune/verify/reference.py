@@ -13,10 +13,9 @@ from torch import nn
 
 from shardtune.batch import Batch, LossSum, PackedBatch, Sample
 from shardtune.batch.seeds import derive_seed
-from shardtune.models.adapter import Adapter
+from shardtune.models.adapter import Adapter, named
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.language_model import LanguageModel
-from shardtune.models.loss_terms import named
 from shardtune.training.step import ROW_DRAWS
 from shardtune.verify.masks import Weigh
 from shardtune.verify.trial import Trajectory, copies

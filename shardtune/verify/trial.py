@@ -17,8 +17,7 @@ from shardtune.config import Recipe
 from shardtune.data.cache.by_file import rows_to_show
 from shardtune.data.loader.step_loader import DataState, Step, StepLoader
 from shardtune.data.prepare import WeighedRows
-from shardtune.models.adapter import Adapter, AdapterRoot
-from shardtune.models.loss_terms import named
+from shardtune.models.adapter import Adapter, AdapterRoot, named
 from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.torch_private.modules import DropoutBase

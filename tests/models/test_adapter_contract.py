@@ -13,10 +13,10 @@ from torch import nn
 from shardtune import Adapter, LossSum, Sample, WholeStepAdapter
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError
+from shardtune.models.adapter import Evaluation
 from shardtune.models.adapter_contract import check_adapter_class, check_made
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.find_adapter import find_adapter
-from shardtune.models.loss_terms import Evaluation
 
 
 class Whole(Adapter):

@@ -49,7 +49,6 @@ def test_rows_of_one_length_are_a_batch_where_an_adapter_allows_it() -> None:
     assert sharing.share_by_length(True)
     assert [sharing.sequences(packed(*lengths)) for lengths in ((7, 7, 7), (7, 7, 6), (7,))] == [3, 1, 1]
     assert not sharing.share_by_length(False)
-    assert sharing.sequences(packed(7, 7, 7)) == 1
     sharing.batches = False
     assert not sharing.share_by_length(True)
 

@@ -127,7 +127,7 @@ def test_rows_beyond_what_packing_computes_are_not_shared_among_ranks(family: st
     adapter = find_adapter(load_recipe(decoder(family, tmp_path, FP64, changes).values))
     with init_empty_weights():
         model = adapter.build()
-    two: Any = SimpleNamespace(layout=Layout(sequence=2), sequence_mesh=None)
+    two: Any = SimpleNamespace(layout=Layout(sequence=2), sequence_mesh="of two")
     adapter.check_rows(np.array([10, 12]), str)
     adapter.apply_model_parallel(model, two)
     adapter.check_rows(np.array([10, 18]), str)

@@ -33,7 +33,7 @@ MAX_FUNCTIONS, MAX_FILES, MAX_LINES = 25, 10, 80
 """Of an optimizer step; a loss of whole steps passes through 4 functions more."""
 LOOP_FUNCTIONS, LOOP_FILES = 48, 18
 """Of a whole iteration of the loop: the step, its data and metrics, the display with its forms of numbers, the logs."""
-RANKS_FUNCTIONS, RANKS_FILES = 18, 4
+RANKS_FUNCTIONS, RANKS_FILES = 19, 5
 """On several ranks in addition: the hooks that let a part of the model be called by itself (parallel/parts.py), what
 frees weights that it has gathered (parallel/whole_weights.py), and the comparison of what ranks have called and used
 (parallel/unit_calls.py), with zeros for what one has not used; whether a backward pass is differentiated itself."""

@@ -29,9 +29,8 @@ from shardtune.models.action.openvla import EMPTY_TOKEN, LLAMA2, OpenVLAConfig, 
 from shardtune.models.action.openvla_processor import openvla_images
 from shardtune.models.action.policy import ActionBatch, ActionPolicy, ActionSettings, action_class
 from shardtune.models.action.tokens import choose_key
-from shardtune.models.adapter import AdapterRoot
+from shardtune.models.adapter import AdapterRoot, Evaluation
 from shardtune.models.language_model import LanguageRoot
-from shardtune.models.loss_terms import Evaluation
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.models.value_loss import ERROR as VALUE_ERROR
 from shardtune.models.value_loss import EXPLAINED, HEAD, ValueLoss

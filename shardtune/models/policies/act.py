@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardtune.batch import Batch, LossSum, Sample
-from shardtune.models.loss_terms import Measured
+from shardtune.models.adapter import Measured
 from shardtune.models.policies.attention import Attention, Draws, RowDropout, name_dropouts
 from shardtune.models.policies.features import ACTION, STATE, Features, PolicyOptions
 from shardtune.models.policies.policy import IS_PAD, Inputs, Policy

@@ -24,7 +24,7 @@ from torch.nn import functional
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row
 from shardtune.errors import ConfigError
-from shardtune.models.loss_terms import Measured
+from shardtune.models.adapter import Measured
 from shardtune.models.options import KEY
 from shardtune.models.policies.features import ACTION, STATE, Features, PolicyOptions
 from shardtune.models.policies.policy import IS_PAD, Inputs, Policy

@@ -28,8 +28,7 @@ from shardtune.errors import ConfigError
 from shardtune.models.action.acting import ActingRoot
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.environment import Policy as ActFunction
-from shardtune.models.adapter import AdapterRoot, WeightSource
-from shardtune.models.loss_terms import Measured
+from shardtune.models.adapter import AdapterRoot, Measured, WeightSource
 from shardtune.models.options import KEY
 from shardtune.models.policies.action_expert import Prefix, Seen, resized, time_features
 from shardtune.models.policies.features import (

@@ -28,7 +28,7 @@ from shardtune.config import Recipe
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.row_formats import present
 from shardtune.errors import ConfigError
-from shardtune.models.loss_terms import TERM, Losses
+from shardtune.models.adapter import TERM, Losses
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.options import KEY
 from shardtune.models.pretrained import MODEL_PATH, settings_directory

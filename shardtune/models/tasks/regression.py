@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row
-from shardtune.models.loss_terms import TERM
+from shardtune.models.adapter import TERM
 from shardtune.models.tasks.columns import SCORE, column_of, number_of, text_columns, texts_of, value_of
 from shardtune.models.tasks.metrics import correlations, installed
 from shardtune.models.tasks.task import Outputs, Record, TextTask

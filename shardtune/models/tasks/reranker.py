@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row, RowError
-from shardtune.models.loss_terms import TERM
+from shardtune.models.adapter import TERM
 from shardtune.models.tasks.columns import (
     NEGATIVES,
     POSITIVE,

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row, RowError
-from shardtune.models.loss_terms import TERM
+from shardtune.models.adapter import TERM
 from shardtune.models.tasks.classes import Classifier, LabelOptions
 from shardtune.models.tasks.columns import LABEL, column_of, list_of, text_columns, texts_of, value_of
 from shardtune.models.tasks.labels import NO_LABEL, distinct, index_of, is_no_label

@@ -19,9 +19,8 @@ from shardtune.data.encoder import Row
 from shardtune.data.row_formats import present
 from shardtune.data.row_shapes import shown_keys
 from shardtune.errors import ConfigError, ModelError
-from shardtune.models.adapter import Adapter, AdapterRoot
-from shardtune.models.loss_terms import Evaluation as Evaluated
-from shardtune.models.loss_terms import Losses, named
+from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
+from shardtune.models.adapter import Evaluation as Evaluated
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config
 from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, parts_of, require_tokens

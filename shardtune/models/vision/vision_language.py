@@ -218,7 +218,8 @@ class VisionLanguage(CausalLM):
 
     def further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         types = self.images.token_types
-        rows, fields = self.sharing.sequences(batch), self.images.numbers(batch.fields)
+        rows = self.sharing.sequences(batch) if self.sharing.by_length else 1
+        fields = self.images.numbers(batch.fields)
         return {name: value.view(rows, -1) if name == types else value for name, value in fields.items()}
 
     # -- ranks with and without images -----------------------------------------------------------------------------

@@ -244,7 +244,7 @@ COMMANDS: list[Case] = [
     Case(
         "answer broken JSON",
         "generate runs/done --file prompts.jsonl",
-        says="not JSON | prompts.jsonl:2 | remedy",
+        says="broken JSON | prompts.jsonl:2 | remedy",
         prepare=write("prompts.jsonl", '{"prompt": "?"}\nhello\n'),
     ),
     Case(
