@@ -30,9 +30,11 @@ from shardtune.parallel.sequence_parallel import TokenShare
 
 
 class RowSharing:
-    """Rows are packed end to end where the model's code can keep them apart; the packing probe then switches off what
-    is not exact. What is left is one of: packed; packed, each row by itself in layers with a state; rows of one length
-    as a batch; one row.
+    """The way in which rows share a forward.
+
+    Rows are packed end to end where the model's code can keep them apart; the packing probe then switches off what is
+    not exact. What is left is one of: rows packed; packed, each by itself in layers with a state; rows of one length as
+    a batch; one row.
 
     Args:
         requested: the recipe's `attn_implementation`.
@@ -45,10 +47,11 @@ class RowSharing:
         attention: the implementation in training.
         mixes: whether layers carry a state from token to token.
         among_ranks: whether ranks share sequences.
+        rings: whether these exchange keys and values instead of heads.
     """
 
     def __init__(self, requested: str, limit: PackingLimit | None) -> None:
-        self.packs = self.by_length = self.mixes = self.among_ranks = False
+        self.packs = self.by_length = self.mixes = self.among_ranks = self.rings = False
         self.batches = True
         self.attention = ""
         self._requested = requested
@@ -58,7 +61,6 @@ class RowSharing:
         self._takes_places = False
         self._longest, self._proved = 0, False
         self._ranks: DeviceMesh | None = None
-        self._rings = False
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Choose the fastest way that the model's code allows, and set its attention."""
@@ -166,17 +168,12 @@ class RowSharing:
         """
         if self.too_long:
             raise cannot_share_sequences(type(model).__name__, self.too_long)
-        self._ranks, self._rings, self.among_ranks = ranks, rings, True
-
-    @property
-    def rings(self) -> bool:
-        """Whether ranks share sequences by ring attention."""
-        return self._rings
+        self._ranks, self.among_ranks, self.rings = ranks, True, rings
 
     def part(self, batch: PackedBatch, positions: torch.Tensor) -> SequencePart:
         """This rank's part of a forward in which some tokens are requested, where ranks share sequences."""
         assert self._ranks is not None
-        if self._rings:
+        if self.rings:
             share = TokenShare.in_ring(batch.cu_seqlens.tolist(), self._ranks)
         else:
             share = TokenShare.of(len(batch.input_ids), self._ranks)
