@@ -419,4 +419,4 @@ def test_a_long_comparison_of_rows_is_announced(
     worker = SFTWorker(load_recipe(values), report=reports.append)
     worker.setup()
     worker.release()
-    assert any("comparing how rows share a forward" in report for report in reports) == said
+    assert any("comparing rows that share a forward" in report for report in reports) == said
