@@ -42,10 +42,12 @@ def _arguments(name: str, config: OptimConfig) -> ParamGroup:
     accepted = {key for key, one in parameters.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
     accepted -= {"self", "params"}
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    needs_rate = "lr" in accepted and parameters["lr"].default is inspect.Parameter.empty
+    rate: ParamGroup = {"lr": config.lr} if needs_rate else {}  # groups have their own
     # The betas of another package's class have its own defaults and meanings: they belong into `args`.
     adam = is_of_torch(name) and ("betas" in accepted or kind is torch.optim.Muon)
-    decays = "weight_decay" in accepted or (takes_any and _passes_decay(name, config))
-    values: ParamGroup = {"weight_decay": config.weight_decay} if decays else {}
+    decays = "weight_decay" in accepted or (takes_any and _passes_decay(name, config, rate))
+    values: ParamGroup = {**rate, **({"weight_decay": config.weight_decay} if decays else {})}
     if adam and kind is not torch.optim.Muon:  # its adam_* are those of the AdamW beside it
         values |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     own_keys = {"lr", *values}
@@ -81,10 +83,10 @@ def _arguments(name: str, config: OptimConfig) -> ParamGroup:
     return values
 
 
-def _passes_decay(name: str, config: OptimConfig) -> bool:
+def _passes_decay(name: str, config: OptimConfig, rate: ParamGroup) -> bool:
     """Whether a class with `**kwargs` passes a weight decay on, so that its groups have it."""
     tried = config.weight_decay + 0.125
-    arguments: ParamGroup = {key: value for key, value in config.args.items() if key != "lr"}
+    arguments: ParamGroup = {**{key: value for key, value in config.args.items() if key != "lr"}, **rate}
     try:
         made = optimizer_class(name)(
             [{"params": [nn.Parameter(torch.zeros(1, 1))]}], **{**arguments, "weight_decay": tried}

@@ -232,15 +232,21 @@ class Passing(torch.optim.SGD):
     def __init__(self, params, **kwargs):
         super().__init__(params, **kwargs)
 
+class WithRate(torch.optim.SGD):
+    def __init__(self, params, lr, **kwargs):
+        super().__init__(params, lr, **kwargs)
+
 class Alone(torch.optim.SGD):
     def __init__(self, params, **kwargs):
         super().__init__(params, momentum=kwargs.get("momentum", 0.0))
 """
 
 
-def test_a_class_that_passes_its_arguments_on_has_the_decay_of_the_recipe(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Passing", "WithRate"])
+def test_a_class_that_passes_its_arguments_on_has_the_decay_of_the_recipe(tmp_path: Path, kind: str) -> None:
     (tmp_path / "own.py").write_text(PASSING)
-    name = f"{tmp_path / 'own.py'}:Passing"
+    name = f"{tmp_path / 'own.py'}:{kind}"
+    check_optimizer(config(name=name, weight_decay=0.25), Layout(shard=2))
     groups = [{"pattern": "embed", "weight_decay": 0.5}]
     built = build_optimizer(parameters(), config(name=name, weight_decay=0.25, args={"momentum": 0.5}, groups=groups))
     assert settings(built) == {

@@ -307,10 +307,11 @@ class TextTask(Adapter):
 
     @cached_property
     def _positions(self) -> int | None:
-        settings = self.config.get_text_config().to_dict()
+        text = self.config.get_text_config()
+        settings = text.to_dict()
         if RELATIVE & settings.keys() or settings.get("position_biased_input") is False:
             return None
-        most = settings.get("max_position_embeddings")
+        most = settings.get(text.attribute_map.get("max_position_embeddings", "max_position_embeddings"))
         offset = int(self.config.pad_token_id or 0) + 1 if self.config.model_type in OFFSET_POSITIONS else 0
         return most - offset if isinstance(most, int) and most > 0 else None
 

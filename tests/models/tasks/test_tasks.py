@@ -24,6 +24,8 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     ByT5Tokenizer,
+    GPT2Config,
+    GPT2Model,
     HubertConfig,
     LlavaConfig,
     PreTrainedConfig,
@@ -311,6 +313,16 @@ def test_the_command_names_file_and_row(folder: Path):
 def test_a_row_longer_than_the_positions_is_one_message(folder: Path):
     values = recipe(folder, "sequence_classifier", rows("sequence_classifier", 4), "long")
     values["data"]["max_length"] = 64
+    encoder = task_of(values).encoder(with_prompts=False)
+    with pytest.raises(DataError, match=r"42 tokens, .* has positions for 32"):
+        encoder.fit(encoder.encode({"text": "cat " * 40, "label": "bad"}))
+
+
+def test_a_row_longer_than_the_positions_of_gpt2_is_one_message(folder: Path):
+    values = recipe(folder, "sequence_classifier", rows("sequence_classifier", 4), "long-gpt2")
+    GPT2Model(GPT2Config(n_positions=32, n_embd=16, n_layer=1, n_head=2, **SIZES)).save_pretrained(folder / "gpt2")
+    save_tokenizer(folder / "gpt2")
+    values["model"]["model_path"], values["data"]["max_length"] = str(folder / "gpt2"), 64
     encoder = task_of(values).encoder(with_prompts=False)
     with pytest.raises(DataError, match=r"42 tokens, .* has positions for 32"):
         encoder.fit(encoder.encode({"text": "cat " * 40, "label": "bad"}))
