@@ -12,6 +12,7 @@ from shardtune.parallel.flat_operands import FlatOperands
 from shardtune.parallel.fsdp1 import FlatSharding, Flattening
 from shardtune.parallel.torch_private.fsdp1 import free_gathered
 from shardtune.parallel.torch_private.fsdp2 import in_backward
+from shardtune.parallel.torch_private.modules import list_parameters
 from shardtune.parallel.torch_private.operations import without_modes
 from shardtune.parallel.whole_weights import WholeWeights
 
@@ -29,6 +30,7 @@ class WholeFlatWeights(WholeWeights):
         super().__init__(sharding.root, sharding.ranks, compute)
         self._flattened = flattened
         self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        list_parameters(sharding.root)
         flattened.compare_parts(self._same_call.compare, self.free_after_part)
 
     def _are_sharded(self) -> bool:

@@ -328,6 +328,11 @@ class Returning(nn.Fsdp2TrainModule):
     def values(self) -> tuple[Any, Any]:
         return self.layers[0].weight.tolist(), self.layers[1].bias.numpy(force=True)
 
+    def norms(self) -> list[float]:
+        with torch.no_grad():
+            found = [parameter.norm().item() for parameter in self.parameters()]
+            return found + [weight.norm().item() for weight in self.layers[1].parameters()]
+
     def kept(self) -> Any:
         return self.average[0]
 
@@ -352,6 +357,9 @@ def test_what_a_method_returns_of_weights_is_whole_or_refused(two_ranks: TrainEn
         for listed, array in engine.values():
             assert listed == expected["layers.0.weight"].tolist()
             assert array.tolist() == expected["layers.1.bias"].tolist()
+        norms = [weight.norm().item() for weight in expected.values()]
+        assert engine.norms() == [pytest.approx([*norms, *norms[2:]], rel=1e-12)] * 2
+        assert engine.norms() == [pytest.approx([*norms, *norms[2:]], rel=1e-12)] * 2
         if executor == "fsdp1":
             for method, what in ((engine.kept, "what a method returns"), (engine.gradients, "what a method returns")):
                 with pytest.raises(ModelError, match=f"{what} of a weight's detach"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,6 +84,20 @@ def remove_forward_hooks(module: nn.Module, chosen: Callable[[Callable[..., obje
             del module._forward_hooks[number]
             module._forward_hooks_with_kwargs.pop(number, None)
             module._forward_hooks_always_called.pop(number, None)
+
+
+class _Listed(dict[str, nn.Parameter | None]):
+    """Parameters of a module, of which each loop has its own list."""
+
+    def items(self) -> Any:
+        return list(super().items())
+
+
+def list_parameters(root: nn.Module) -> None:
+    """Let a loop over parameters see each of them, though FSDP1 takes them out of their module and puts them back
+    where an operation on one gathers its weights."""
+    for module in root.modules():
+        vars(module)["_parameters"] = _Listed(module._parameters)
 
 
 LOADING = nn.Module._load_from_state_dict.__code__
