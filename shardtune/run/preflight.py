@@ -371,6 +371,8 @@ def short_of_space(recipe: Recipe) -> dict[str, str]:
         folder = Path(place).absolute()
         while not folder.is_dir():
             folder = folder.parent
+        if not os.access(folder, os.W_OK):  # a cache that is only read: a read-only file system never has room
+            continue
         free = shutil.disk_usage(folder).free
         if free < LEAST_FREE_BYTES:
             found[key] = f"{folder} has {free / 2**20:.0f} MiB left"

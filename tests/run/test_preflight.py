@@ -89,6 +89,16 @@ def test_a_full_disk(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "make room, or set data.cache_dir and runner.logger.log_path" in refused.value.remedy
 
 
+def test_a_place_that_is_only_read_needs_no_room(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(tiny.recipe())
+    monkeypatch.setattr(preflight, "LEAST_FREE_BYTES", 2**60)
+    cache = recipe.data.cache_dir
+    assert cache is not None
+    Path(cache).mkdir(exist_ok=True)
+    monkeypatch.setattr(os, "access", lambda place, mode: place != Path(cache))  # as on a read-only file system
+    assert short_of_space(recipe).keys() == {"runner.logger.log_path"}
+
+
 def test_a_full_disk_is_found_before_ranks_start(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "LEAST_FREE_BYTES", 2**60)
     monkeypatch.setattr(api, "train_on_this_machine", lambda *given: pytest.fail("ranks were started"))
