@@ -263,12 +263,12 @@ READS = (
 def _of_a_part(name: str) -> ModelError:
     what, where = ("what a method returns", "return") if name == returned.__name__ else (name, name)
     return ModelError(
-        f"{what} of a weight's detach(), .data or .grad is that of this rank's part alone: fsdp1 divides each over the "
-        "ranks, and these have no shape there",
+        f"{what} of a weight's detach(), .data or .grad, or of state_dict(), is that of this rank's part alone: fsdp1 "
+        "divides each over the ranks, and these have no shape there",
         where=where,
-        remedy="use the weight itself (under torch.no_grad()), which is whole in every operation, and none of these "
-        "with it; keep states as zeros_like(weight); for the norm of the gradient self.clip_grad_norm_(); or "
-        'executor="fsdp2", where they are whole',
+        remedy="use the weight itself (under torch.no_grad(); dict(self.named_parameters()) for a state_dict()), which "
+        "is whole in every operation, and none of these with it; keep states as zeros_like(weight); for the norm of "
+        'the gradient self.clip_grad_norm_(); or executor="fsdp2", where they are whole',
     )
 
 

@@ -66,8 +66,8 @@ class PromptBuilder:
 
     def _takes_text_only(self) -> ModelError:
         return ModelError(
-            "the model takes text and no images",
-            where=self._where,
+            f"the model takes text and no images ({self._where})",
+            where=f"prompt {self._count:,}",
             remedy="leave the images out, or use a run whose actor.model.model_type is vision_language",
         )
 

@@ -333,6 +333,9 @@ class Returning(nn.Fsdp2TrainModule):
             found = [parameter.norm().item() for parameter in self.parameters()]
             return found + [weight.norm().item() for weight in self.layers[1].parameters()]
 
+    def state(self) -> dict[str, Any]:
+        return self.state_dict()
+
     def kept(self) -> Any:
         return self.average[0]
 
@@ -366,6 +369,8 @@ def test_what_a_method_returns_of_weights_is_whole_or_refused(two_ranks: TrainEn
                     method()
             with pytest.raises(ModelError, match="sum of a weight's detach"):
                 engine.gradient_norm()
+            with pytest.raises(ModelError, match=r"or of state_dict\(\), is that of this rank's part"):
+                engine.state()
             assert engine.sleep().sleep().memory() == [0, 0]
             assert torch.equal(engine.weights()[0]["layers.0.bias"], expected["layers.0.bias"])
 

@@ -109,10 +109,10 @@ def test_tools_and_their_calls_are_in_the_prompt() -> None:
 def test_a_model_of_text_sees_no_images() -> None:
     encoder = ChatEncoder(make_tokenizer(), CHATML)
     asker = PromptBuilder(encoder, "runs/demo")
-    for turns, given in (([user("?")], ["red.png"]), ([user(PARTS_OF_A_TURN)], [])):
-        with pytest.raises(ModelError, match="takes text and no images") as told:
+    for number, (turns, given) in enumerate((([user("?")], ["red.png"]), ([user(PARTS_OF_A_TURN)], [])), 1):
+        with pytest.raises(ModelError, match=r"takes text and no images \(runs/demo\)") as told:
             asker.turns(turns, given)
-        assert told.value.where == "runs/demo"
+        assert told.value.where == f"prompt {number}"
     with pytest.raises(ModelError, match="takes text and no images"):
         asker.text("a", ["red.png"])
     whole = asker.turns([user("a<image>b")]).tokens.tolist()
