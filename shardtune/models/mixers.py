@@ -31,13 +31,16 @@ class Mixers:
         layers: none within another.
         without_boundaries: whether some have no kernel that receives where rows begin, so that packed rows have to run
             through them one by one. In half precision the packing probe may not see what they leak.
+
+    Attributes:
+        row_by_row: whether each packed row runs through the layers by itself.
     """
 
     def __init__(self, layers: Sequence[nn.Module] = (), *, without_boundaries: bool = False) -> None:
         self._layers = layers
         self.without_boundaries = without_boundaries
         self._lengths: list[int] | None = None
-        self._row_by_row = False
+        self.row_by_row = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Mixers:
@@ -59,9 +62,9 @@ class Mixers:
 
     def run_row_by_row(self, on: bool) -> None:
         """Let each packed row run through the layers by itself, or no longer."""
-        if on == self._row_by_row:
+        if on == self.row_by_row:
             return
-        self._row_by_row = on
+        self.row_by_row = on
         for layer in self._layers:
             if on:
                 layer.forward = self._split(layer.forward)
@@ -77,7 +80,7 @@ class Mixers:
             cu_seqlens: int32 [rows + 1].
         """
         lengths = cu_seqlens.diff()
-        if self._row_by_row:
+        if self.row_by_row:
             self._lengths = lengths.tolist()
             return {}
         rows = torch.arange(len(lengths), dtype=torch.int32, device=cu_seqlens.device)

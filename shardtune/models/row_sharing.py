@@ -112,6 +112,17 @@ class RowSharing:
         self.by_length = on and self.batches and not self.packs
         return self.by_length
 
+    @contextmanager
+    def kept(self, model: nn.Module) -> Iterator[None]:
+        """What is switched off within a `with` block is on again behind it."""
+        before = self.packs, self.by_length, self.attention, self._mixers.row_by_row
+        try:
+            yield
+        finally:
+            self.packs, self.by_length, self.attention, row_by_row = before
+            self._mixers.run_row_by_row(row_by_row)
+            set_attention(model, self.attention)
+
     def prove(self) -> None:
         """Rows are packed, if they are, for good: the probe has compared them."""
         self._proved = self.packs

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, BloomForCausalLM
 
 from shardtune.batch.row_draws import RowDraws
 from shardtune.batch.seeds import derive_seed
@@ -203,6 +203,23 @@ def test_a_teacher_is_found_whatever_chooses_the_rows_of_evaluation(tmp_path: Pa
     values["actor"] |= {"loss": "distill", "teacher": {"model_path": str(save_model("dense", tmp_path / "other"))}}
     values["data"]["eval_split"] = 0.5
     assert hooks(values).teacher is not None
+
+
+def test_a_model_is_packed_whether_its_teachers_tokens_are_computed_or_stored(tmp_path: Path) -> None:
+    """The rows of this teacher cannot be packed, which is of no interest once its tokens are stored."""
+    teacher, rows = save_model("dense", tmp_path / "teacher"), save_rows(tmp_path / "rows.jsonl")
+    torch.manual_seed(3)
+    BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(teacher)
+    values = recipe(save_model("dense", tmp_path / "model"), rows)
+    values["actor"] |= {"loss": "distill", "teacher": {"model_path": str(teacher), "top_k": 4}}
+    found = []
+    for _ in range(2):
+        worker = SFTWorker(load_recipe(values), report=quiet)
+        worker.setup()
+        assert worker.adapter.rows_share_forwards
+        found.append([worker.run_training()["train/loss"] for _ in range(2)])
+        worker.release()
+    assert found[0] == found[1]
 
 
 def test_a_teacher_with_another_vocabulary_or_other_weights_is_refused_before_ranks_start(tmp_path: Path) -> None:

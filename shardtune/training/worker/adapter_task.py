@@ -187,7 +187,11 @@ class AdapterTask(CachedRowsTask):
             maker = self.maker(self.weighed(rows), most, ranks)
             return teacher, iter(EvaluationSet(rows, maker, self.rows_per_block(rows, most, ranks)))
 
-        loss.teacher = stored_teacher(self.recipe, rows, ranks, self._columns(), computing, report)
+        assert isinstance(self.adapter, CausalLM)
+        with self.adapter.sharing.kept(
+            root_of(model).model
+        ):  # the same where its tokens are in the cache
+            loss.teacher = stored_teacher(self.recipe, rows, ranks, self._columns(), computing, report)
         return notes
 
     def _columns(self) -> int:
