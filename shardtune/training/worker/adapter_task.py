@@ -188,9 +188,7 @@ class AdapterTask(CachedRowsTask):
             return teacher, iter(EvaluationSet(rows, maker, self.rows_per_block(rows, most, ranks)))
 
         assert isinstance(self.adapter, CausalLM)
-        with self.adapter.sharing.kept(
-            root_of(model).model
-        ):  # the same where its tokens are in the cache
+        with self.adapter.sharing.kept(root_of(model).model):  # the same where its tokens are in the cache
             loss.teacher = stored_teacher(self.recipe, rows, ranks, self._columns(), computing, report)
         return notes
 
