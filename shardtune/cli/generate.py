@@ -34,6 +34,7 @@ from shardtune.errors import ConfigError, ShardtuneError, printable
 if TYPE_CHECKING:
     from shardtune.cli.prompt_files import Question
     from shardtune.evaluate.generate import Sampling
+    from shardtune.run.given_prompts import GivenPrompt
 
 OPTIONS: Mapping[str, str] = {
     "eval.max_new_tokens": "--max-new-tokens",
@@ -49,6 +50,14 @@ AS_TEXT: Mapping[str, str] = {"generate": "--prompt {}", "chat": "type {} in the
 """How a word is given to the model as a text."""
 
 
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file of rows as for training (JSON lines, JSON, CSV, Parquet, Arrow), with or without their answers: "
+        "messages, conversations, question, instruction or prompt, with images, tools and chat_template_kwargs; "
+        "answered in order, a line of JSON for each. Relative paths of images start at the file."
+    ),
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")]
 
 
@@ -57,15 +66,7 @@ def generate(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="A user turn to answer; may be repeated.")
     ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file of rows as for training (JSON lines, JSON, CSV, Parquet, Arrow), with or without their "
-            "answers: messages, conversations, question, instruction or prompt, with images, tools and "
-            "chat_template_kwargs; answered in order, a line of JSON for each. Relative paths of images start at the "
-            "file."
-        ),
-    ] = None,
+    file: PromptFile = None,
     prepared: Prepared = False,
     image: Annotated[
         list[str] | None,
@@ -110,7 +111,7 @@ def generate(
     with importing():
         from shardtune.cli.answering_pace import AnsweringPace
         from shardtune.cli.prompt_files import Question, answer_line, read_prompts
-        from shardtune.run.given_prompts import check_arguments, given_prompts
+        from shardtune.run.given_prompts import check_arguments
         from shardtune.run.plain_model import load_run_or_model
 
     given = _template_kwargs(template_kwargs)
@@ -124,16 +125,8 @@ def generate(
     values = _of_each(questions, given)
     pace = AnsweringPace(len(questions), lambda line: typer.echo(f"generate: {line}", err=True))
     with _rows_in_errors(file, questions):
-        prompts = given_prompts(
-            [question.prompt for question in questions],
-            system=system,
-            raw=[raw or question.raw for question in questions],
-            images=[question.images for question in questions],
-            tools=[question.tools for question in questions],
-            template_kwargs=values,
-        )
         answers = source.answers(
-            prompts,
+            _prompts(questions, system, raw, values),
             sampling,
             checkpoint=checkpoint,
             system=system,
@@ -144,6 +137,21 @@ def generate(
         for question, answer in zip(questions, answers, strict=True):
             if shown:
                 typer.echo(answer_line(question, answer) if file else printable(answer))
+
+
+def _prompts(
+    questions: Sequence[Question], system: str | None, raw: bool, values: Mapping[str, object] | Sequence[object]
+) -> list[GivenPrompt]:
+    from shardtune.run.given_prompts import given_prompts
+
+    return given_prompts(
+        [question.prompt for question in questions],
+        system=system,
+        raw=[raw or question.raw for question in questions],
+        images=[question.images for question in questions],
+        tools=[question.tools for question in questions],
+        template_kwargs=values,
+    )
 
 
 def _of_each(questions: Sequence[Question], given: dict[str, object]) -> dict[str, object] | list[dict[str, object]]:
