@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv
 
-from shardtune.cli.generate import _rows_in_errors
+from shardtune.cli.generate import _prompts, _rows_in_errors
 from shardtune.cli.prompt_files import answer_line, read_prompts
 from shardtune.config.schema.data import DataConfig
 from shardtune.data.sources.inference_rows import InferenceRows
@@ -47,6 +47,13 @@ def test_a_line_has_the_rows_own_keys_and_its_answer(tmp_path: Path) -> None:
         '3 rows have their answer: it is left out of the prompt and written as "reference"',
         "1 row has prompt and completion as text: the prompt is continued without the chat template, as in training",
     ]
+
+
+def test_a_row_of_text_is_continued_as_it_is_beside_one_that_is_asked(tmp_path: Path) -> None:
+    write_rows(file := tmp_path / "rows.jsonl", [{"prompt": "Q", "completion": "A"}, {"prompt": "Q"}])
+    questions, _ = read_prompts(file, InferenceRows())
+    assert [prompt.raw for prompt in _prompts(questions, None, False, {})] == [True, False]
+    assert [prompt.raw for prompt in _prompts(questions, None, True, {})] == [True, True]
 
 
 def test_listed_images_without_places_go_where_training_has_them(tmp_path: Path) -> None:

@@ -72,14 +72,40 @@ def test_rows_that_are_packed_for_good_have_a_longest() -> None:
     assert "data.max_length to 8" in str(error.value)
 
 
-def test_within_a_block_sequences_are_whole_and_attention_another() -> None:
+def test_the_longest_of_several_sets_counts() -> None:
+    sharing = RowSharing("auto", PackingLimit(8, "attention is within chunks"))
+    for tokens in (9, 3):
+        sharing.check_longest(tokens, str)
+    assert "a row has 9 tokens" in sharing.too_long
+
+
+def test_what_is_switched_off_for_a_while_is_on_again() -> None:
+    model, sharing = state_model(), RowSharing("auto", None)
+    sharing.prepare(model)
+    sharing.mix_row_by_row()
+    attention, forward = sharing.attention, model.model.layers[0].linear_attn.forward
+    with sharing.kept(model):
+        sharing.one_row_per_forward(model)
+        sharing.share_by_length(True)
+        assert (sharing.packs, sharing.by_length) == (False, True)
+        assert model.model.layers[0].linear_attn.forward is not forward
+    assert (sharing.packs, sharing.by_length, sharing.attention) == (True, False, attention)
+    assert attention_name(model) == attention
+    assert "forward" in vars(model.model.layers[0].linear_attn), "each row runs through it by itself"
+
+
+def state_model() -> Qwen3_5ForCausalLM:
     config = Qwen3_5TextConfig(
         **{**SIZES, "num_hidden_layers": 2}, head_dim=8, num_key_value_heads=1, linear_num_key_heads=2,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"], linear_num_value_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8,
     )  # fmt: skip
     torch.manual_seed(0)
-    model, sharing = Qwen3_5ForCausalLM(config).double(), RowSharing("auto", None)
+    return Qwen3_5ForCausalLM(config).double()
+
+
+def test_within_a_block_sequences_are_whole_and_attention_another() -> None:
+    model, sharing = state_model(), RowSharing("auto", None)
     sharing.prepare(model)
     assert sharing.mix_row_by_row()
     tokens = torch.arange(5)[None]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -23,6 +24,8 @@ from transformers import (
 )
 
 import shardtune
+from shardtune.batch import Batch
+from shardtune.models.tasks.padding_probe import padding_changes
 from shardtune.models.tasks.task import ONE_LENGTH, PADDED_TEXTS
 from shardtune.run.plain_model import load_run_or_model
 from tests.support.plain_tasks import LABELS
@@ -125,3 +128,19 @@ def test_a_model_that_computes_no_other_length_trains_all_the_same(
     assert "was not compared, as it computes no shortened row: ValueError: a row has no" in " ".join(
         capfd.readouterr().err.split()
     )
+
+
+@pytest.mark.parametrize(("length", "shortest"), [(8, 7), (7, 6), (4, None)])
+def test_an_even_and_an_odd_number_of_tokens_are_compared(length: int, shortest: int | None) -> None:
+    """Neighbours are pooled in pairs: of 8 tokens each has its own, of 7 the last one has padding beside it."""
+    lengths: list[int] = []
+
+    def pooled(batch: Batch) -> dict[str, torch.Tensor]:
+        tokens = batch["input_ids"].double()
+        lengths.append(tokens.shape[-1])
+        return {"pairs": F.avg_pool1d(tokens, 2, ceil_mode=True, count_include_pad=False)}
+
+    batch = Batch(rows=(0,), fields={"input_ids": torch.arange(1, length + 1)[None]})
+    changes = padding_changes(pooled, batch, {"input_ids": -1}, most=None, dtype=torch.float64)
+    assert changes is (shortest is not None)
+    assert min(lengths) == (shortest or length)
