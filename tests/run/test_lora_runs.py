@@ -169,7 +169,7 @@ def test_what_was_not_adapted_cannot_be_merged(tiny: Tiny, tmp_path: Path) -> No
         plain.export(tmp_path / "out", merge=True)
 
 
-def test_a_model_in_memory_is_handed_back_with_its_adapter(tiny: Tiny, run: Run) -> None:
+def test_a_model_in_memory_is_returned_with_its_adapter(tiny: Tiny, run: Run) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
     before = logits(model)
     data = {"data__eval_data_paths": str(tiny.folder / "eval.jsonl"), "actor__model__model_path": None}

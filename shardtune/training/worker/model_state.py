@@ -15,13 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch.seeds import seeded
 from shardtune.checkpoint.atomic import read_json
-from shardtune.checkpoint.base_weights import fingerprint
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.extra_state import extra_state, set_extra_state
-from shardtune.checkpoint.hf_save import (
-    gather_full,
-)
-from shardtune.checkpoint.peft_directory import base_of_adapter
+from shardtune.checkpoint.hf_save import gather_full
 from shardtune.checkpoint.quantized.read import holds_only
 from shardtune.checkpoint.training_state import (
     STATE_FILE,
@@ -33,18 +29,15 @@ from shardtune.checkpoint.training_state import (
     training_bytes,
 )
 from shardtune.config import Recipe
-from shardtune.errors import CheckpointError
 from shardtune.models.adapter import AdapterRoot, WeightSource
 from shardtune.models.language_model import LanguageRoot
 from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.config import head_of
-from shardtune.models.lora.init import changes_base
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.mixed_precision import cast_for_layers
 from shardtune.models.new_tokens import check_frozen_rows, grow_embeddings
 from shardtune.optim.build import build_optimizer, recipe_options
 from shardtune.optim.named_class import same_states
-from shardtune.parallel.buffers import UnsavedBuffers
 from shardtune.parallel.direct_use import in_methods, own_methods
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.model_parallel import ModelParallel
@@ -70,10 +63,11 @@ from shardtune.training.step import LossScale
 from shardtune.training.utilisation import UNKNOWN, Utilisation, peak_flops
 from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.finite_weights import FiniteWeights
-from shardtune.training.worker.frozen_weights import BASE, FrozenWeights, changed_error, changed_line, named
+from shardtune.training.worker.first_step import FirstStep
+from shardtune.training.worker.left_out_weights import LeftOutWeights
 from shardtune.training.worker.own_updates import OwnUpdates
 
-EXTRA, OPTIMIZER_NAME = "extra_state", "optimizer_name"
+EXTRA, OPTIMIZER_NAME, LEFT_OUT = "extra_state", "optimizer_name", "left_out"
 
 
 class ModelSource(Protocol):
@@ -139,9 +133,8 @@ class ModelState:
         self._source = source
         self._tokenizer = tokenizer
         self._groups: list[dist.ProcessGroup | None] = []
-        self._excluded_from_checkpoint: dict[str, str] = {}
-        self._frozen: FrozenWeights | None = None
-        self._unsaved: UnsavedBuffers | None = None
+        self._left_out = LeftOutWeights(recipe)
+        self._first_step: FirstStep | None = None
         self.step = 0
         self.in_step = self.has_stepped = False
         self.own_updates: OwnUpdates | None = None
@@ -171,7 +164,7 @@ class ModelState:
                 in_methods(self.model, lambda _: self.weights.whole.generating(), ["generate"])
         if checkpoint is not None:
             state = load_weights_only(checkpoint, self.weights)
-            self._check_excluded(checkpoint, state)
+            self._left_out.check(checkpoint, state.get(LEFT_OUT))
             set_extra_state(self.inner, state.get(EXTRA, {}))
             self._take_average(checkpoint)
             self.step = int(state["step"])
@@ -222,15 +215,10 @@ class ModelState:
         if checkpoint is None or excluded:
             self._load_initial_weights(directory)
             if excluded:
-                form = f"{actor.model.lora.base_dtype} {frozen_dtype(actor.model)}"
-                digest = fingerprint(self.inner, excluded, self._ranks)
-                begun = actor.model.lora.init if self._changes_base() else "kept"
-                self._excluded_from_checkpoint = {"form": form, "hash": digest, "base": str(begun)}
+                self._left_out.take(self.inner, excluded, self._ranks)
             begin_adapter(self.inner, actor.model, self._recipe.runner.seed)
             if excluded:
-                came_with = set(base_of_adapter(self.inner).values())
-                digest = fingerprint(self.inner, came_with, self._ranks) if came_with else "none"
-                self._excluded_from_checkpoint["adapter"] = digest
+                self._left_out.take_with_adapter(self.inner, self._ranks)
         else:
             materialise(self.model, dtype=MASTER_DTYPE[actor.model.precision], device=self._ranks.device)
         return make_weights(
@@ -239,9 +227,6 @@ class ModelState:
             excluded_from_checkpoint=excluded,
             partial=parallel.partial,
         )
-
-    def _changes_base(self) -> bool:
-        return is_adapted(self.inner) and changes_base(self.inner)
 
     def _is_empty(self) -> bool:
         """Whether the model was built without memory."""
@@ -354,38 +339,16 @@ class ModelState:
         return {parameter: coded.get(parameter, self.weights.shapes[name].numel()) for name, parameter in parameters}
 
     def begin_first_step(self) -> None:
-        """Before a first step, after all that `setup` does: note the frozen weights, which steps may not change, and
-        the buffers that no checkpoint holds."""
-        self._frozen = FrozenWeights(self.weights, self._ranks)
-        self._unsaved = UnsavedBuffers(self.inner)
-        self.weights.watch_masters(True)
+        """Before a first step, after all that `setup` does: every rank calls it."""
+        self._left_out.begin_steps(self.weights, self._ranks)
+        self._first_step = FirstStep(self.inner, self.weights)
 
     def check_first_step(self, report: Callable[[str], None]) -> None:
-        """After a first step: refuse what its forwards have made, as before each save, and name what ranks have lost.
-
-        Args:
-            report: receives a line, if buffers have become those of rank 0, or were changed and are not saved.
-
-        Raises:
-            ModelError: the model has got parameters or persistent buffers.
-        """
+        """After a first step; `FirstStep.check`, whose lines `report` receives."""
+        assert self._first_step is not None
         self.has_stepped = True
-        self.weights.watch_masters(self.own_updates is not None)
-        self.weights.refuse_added()
-        if lost := self.weights.overwritten_buffers:
-            report(
-                f"the buffers {named(lost)} of {type(self.inner).__name__} differ between ranks after the first step, "
-                "and all ranks go on with those of rank 0: what forwards have made of other ranks' rows is lost. Let "
-                "the forward add it up over ranks before it is written (torch.distributed.all_reduce)"
-            )
-        changed = self._unsaved.changed() if self._unsaved is not None else []
-        self._unsaved = None
-        if changed:
-            report(
-                f"the first step changes the buffers {named(changed)} of {type(self.inner).__name__} in place, which "
-                "are not persistent: no checkpoint holds them, so that a run that continues has their first values, "
-                "and ranks do not agree on them. Leave persistent=False out, unless nothing depends on them later"
-            )
+        self._first_step.check(report, in_own_updates=self.own_updates is not None)
+        self._first_step = None
 
     # Checkpoints.
 
@@ -397,16 +360,12 @@ class ModelState:
             keeps: the class of a worker whose own methods may keep them all the same.
         """
         beside = extra_state(self.inner)
-        changed = self._frozen.changed() if self._frozen is not None else []
-        if changed and "changed" not in self._excluded_from_checkpoint:
-            self._excluded_from_checkpoint["changed"] = named(changed)
-            report(changed_line(changed, keeps))
         return {
             "step": self.step,
             OPTIMIZER_NAME: self._recipe.actor.optim.name,
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
             "world_size": self._ranks.world_size,
-            "left_out": self._excluded_from_checkpoint,
+            LEFT_OUT: self._left_out.record(report, keeps),
             "frozen": self.weights.frozen(),
             **({EXTRA: beside} if beside else {}),
         }
@@ -451,7 +410,7 @@ class ModelState:
         if other:
             self.optimizer.state.clear()
         state = load_training(folder, self.weights, self.optimizer, from_recipe=from_recipe, without_moments=other)
-        self._check_excluded(folder, state, may_have_changed=bool(keeps))
+        self._left_out.check(folder, state.get(LEFT_OUT), may_have_changed=bool(keeps))
         if self.average is not None:
             self.average.load(folder)
         self.finite.check_loaded(folder)
@@ -480,49 +439,8 @@ class ModelState:
             return
         state = read_json(recorded)
         if is_adapter(directory):
-            self._check_excluded(directory, state)
+            self._left_out.check(directory, state.get(LEFT_OUT))
         set_extra_state(self.inner, state.get(EXTRA, {}))
-
-    def _check_excluded(self, checkpoint: Path, state: Mapping[str, object], *, may_have_changed: bool = False) -> None:
-        """Refuse trained weights on frozen ones that differ from those they were trained with.
-
-        Args:
-            checkpoint: where the weights are from.
-            state: the JSON part of it.
-            may_have_changed: whether frozen weights that steps have changed are kept elsewhere.
-        """
-        found, own, key = state.get("left_out"), self._excluded_from_checkpoint, BASE
-        saved = found if isinstance(found, Mapping) else {}
-        # In a rollback they are those of this process, which has changed them.
-        may_have_changed = may_have_changed or "changed" in own or self._recipe.runner.allows(key)
-        if "changed" in saved and not may_have_changed:
-            raise changed_error(saved["changed"], checkpoint)
-        comparable = saved.get("form") == own.get("form")
-        if comparable and not is_adapter(checkpoint) and saved.get("base", own.get("base")) != own.get("base"):
-            raise CheckpointError(
-                f"actor.model.lora.init was {saved['base']} in training and is {own['base']} now, which changes the "
-                "base weights that the adapter was trained on (kept: not changed)",
-                where=str(checkpoint),
-                remedy="put actor.model.lora.init back: it matters at the beginning of a run alone",
-            )
-        came_with = own.get("adapter")
-        if comparable and not is_adapter(checkpoint) and saved.get("adapter", came_with) != came_with:
-            raise CheckpointError(
-                "the base weights that came with the adapter of actor.model.lora.load_from, and are not saved with the "
-                "trained ones, are not those of training",
-                where=f"{checkpoint}, {self._recipe.actor.model.lora.load_from}",
-                remedy="put that adapter back as it was",
-            )
-        allowed = self._recipe.runner.allows(key)
-        if not comparable or saved.get("hash") == own.get("hash") or allowed:
-            return
-        raise CheckpointError(
-            "the frozen weights, which are not saved with the trained ones, are not those of training: "
-            f"what is read from {self._recipe.actor.model.model_path or 'the model'} has changed",
-            where=str(checkpoint),
-            remedy="put the base model back"
-            + ("" if is_adapter(checkpoint) else f", or go on all the same with runner.allow_changes=[{key}]"),
-        )
 
     def checkpoint_bytes(self) -> int:
         """The size of a checkpoint on all ranks together, before it is written."""
