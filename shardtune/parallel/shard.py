@@ -20,7 +20,7 @@ from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import REVERSIBLE
 from shardtune.parallel.torch_private.tensors import read_whole_numbers
-from shardtune.parallel.unfit_parameters import check_joined
+from shardtune.parallel.unfit_parameters import check_joined, check_python
 from shardtune.parallel.weights import Weights
 
 
@@ -57,7 +57,7 @@ def shard_model(
 
     Raises:
         ModelError: a parameter has a hook on its gradient, which would not be called.
-        ParallelError: the model has no forward, or FSDP1 cannot shard a module or a parameter of it.
+        ParallelError: the model has no forward or is of TorchScript, or FSDP1 cannot shard a part of it.
 
     Returns:
         What makes the model's weights once it has its values; arguments as `Weights` has them.
@@ -66,6 +66,7 @@ def shard_model(
     if ranks.mesh is not None:
         read_whole_numbers()
         _refuse_container(root)
+        check_python(root)
     for module in root.modules() if ranks.mesh is not None else ():
         if isinstance(module, GenerationMixin):
             keep_step(module)

@@ -93,6 +93,25 @@ def check_saved(model: nn.Module) -> None:
             )
 
 
+def check_python(model: nn.Module) -> None:
+    """Refuse weights in modules of TorchScript, which no way of sharding can replace by its own.
+
+    Args:
+        model: that several ranks hold.
+
+    Raises:
+        ParallelError: names the first such module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            where = name or type(model).__name__
+            raise ParallelError(
+                f"{where} is a module of TorchScript (torch.jit), whose weights cannot be divided among ranks",
+                where=where,
+                remedy="build it as a Python module, without torch.jit.script or torch.jit.load; or train on one rank",
+            )
+
+
 def check_joined(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that FSDP1 cannot join with others.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,16 @@ class Lazy(Net):
         self.head = nn.LazyLinear(3)
 
 
+class Scripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.head = torch.jit.script(self.head)
+
+
 SPARSE = "embed is an nn.Embedding with sparse=True"
+SCRIPTED = "head is a module of TorchScript"
 COMPLEX = "turn holds complex numbers (complex128), which checkpoints and models on disk cannot hold"
 MAX_NORM = "embed is an nn.Embedding with max_norm=0.7: its forward writes into weights that ranks gather anew"
 EXPECTED = {
@@ -149,6 +159,7 @@ EXPECTED = {
     Integers: (FINE, FINE, FINE, "joins parameters of floating-point numbers alone, and order holds int64"),
     MaxNorm: (FINE, MAX_NORM, MAX_NORM, MAX_NORM),
     Empty: (FINE,) * 4,
+    Scripted: (FINE, SCRIPTED, SCRIPTED, SCRIPTED),
     Lazy: ("head.weight of Lazy gets its shape from a first forward pass",) * 4,
 }
 

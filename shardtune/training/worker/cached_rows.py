@@ -48,7 +48,7 @@ from shardtune.models.value_loss import described as trained_on
 from shardtune.optim.build import build_optimizer
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks, num_ranks
-from shardtune.parallel.unfit_parameters import check_joined, check_saved, check_trained
+from shardtune.parallel.unfit_parameters import check_joined, check_python, check_saved, check_trained
 from shardtune.training.bad_rows import BadPart
 from shardtune.training.build.lora import adapt, check_frozen, check_stored
 from shardtune.training.build.model import build_empty, check_read_values, freeze, may_lack
@@ -446,6 +446,8 @@ class CachedRowsTask(Task):
         check_frozen(model, config)
         check_saved(model)
         check_trained(model, config.precision, on_ranks=layout.num_ranks > 1)
+        if layout.num_ranks > 1:
+            check_python(model)
         if layout.flat and layout.num_ranks > 1:
             check_joined(dict(model.named_parameters()))
         self.adapter.shard_units(model)

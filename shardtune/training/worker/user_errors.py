@@ -71,9 +71,9 @@ def of_step(error: RuntimeError, layout: str) -> ModelError | None:
     return ModelError(
         f"the loss reads a parameter itself, of which each rank has a part ({layout})",
         where="the loss",
-        remedy="the module that has the parameter is called as a whole (model.layer(x)), or computes this in its "
-        "forward and returns it; weights are decayed by optim.weight_decay; get_train_model_output of a worker may "
-        "read parameters, which are whole there",
+        remedy="the module that has the parameter is called as a whole (model.layer(x)), or a module above it computes "
+        "this in its forward and shards as a unit (actor.fsdp_config.wrap: [its class]); weights are decayed by "
+        "optim.weight_decay; get_train_model_output of a worker may read parameters, which are whole there",
     )
 
 

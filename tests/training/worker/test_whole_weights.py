@@ -142,6 +142,7 @@ def refusals() -> list[str]:
 def test_a_loss_that_reads_a_part_of_a_weight_is_refused() -> None:
     for sharded, flat in run_ranks(refusals, 2):
         assert sharded.startswith("the loss reads a parameter itself, of which each rank has a part")
+        assert "a unit (actor.fsdp_config.wrap:" in sharded
         assert flat.startswith("the loss reads the parameter 1.weight itself, of which each rank has a part")
 
 
