@@ -115,6 +115,21 @@ def test_further_keys_beside_a_list_of_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("indent", [None, 2])
+def test_keys_before_a_list_of_json(indent: int | None, tmp_path: Path) -> None:
+    value = {"version": "1.1", "about": {"data": [{"text": "c"}]}, "data": [{"text": "a"}], "b": 1}
+    (tmp_path / "a.json").write_text(f" {json.dumps(value, indent=indent)}\n")
+    assert read(tmp_path / "a.json") == {1: {"text": "a"}}
+
+
+def test_a_field_of_rows_of_the_name_data_is_no_list_of_rows(tmp_path: Path) -> None:
+    numbers, rows = {"label": 0, "data": [0.5, 1.5]}, [{"id": n, "data": [{"text": "a"}]} for n in (1, 2)]
+    (tmp_path / "a.json").write_text(json.dumps(numbers))
+    assert read(tmp_path / "a.json") == {1: numbers}
+    (tmp_path / "a.json").write_text("\n".join(map(json.dumps, rows)))
+    assert read(tmp_path / "a.json") == {1: rows[0], 2: rows[1]}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
 def test_an_object_of_splits_is_named(indent: int | None, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"train": [{"text": "a"}, {"text": "b"}], "test": []}, indent=indent))
     with pytest.raises(DataError, match=r"one object with lists of rows as splits: train \(2\), test \(0\)"):

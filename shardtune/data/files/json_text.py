@@ -21,6 +21,7 @@ MOST_ROW_BYTES = 1 << 27
 """The longest line of a file of JSON lines, uncompressed; a longer one is a bad row."""
 _COUNTED_BYTES = 1 << 22
 _DATA_LIST = re.compile(r"\s*\{\s*\"data\"\s*:\s*(?=\[)")
+_ROWS = re.compile(r"\[\s*\{")
 _SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
 _FIRST_SPLIT = re.compile(rf"\{{\s*\"({'|'.join(_SPLITS)})\"\s*:\s*\[")
 _KEYS_OF_TURNS = {"role": "messages", "from": "conversations"}
@@ -125,8 +126,8 @@ def read_json(path: Path) -> Iterator[Chunk]:
     if text.startswith("[", start):
         end = yield from _list_chunks(text, start, path)
         _require_end(text, end, "list", path)
-    elif data := _DATA_LIST.match(text):
-        end = yield from _list_chunks(text, data.end(), path)
+    elif (data := _data_list(text, start)) is not None:
+        end = yield from _list_chunks(text, data, path)
         _require_end(text, _object_end(text, end, path), "object", path)
     elif splits := _splits(text[start:]):
         sizes = ", ".join(f"{name} ({len(rows):,})" for name, rows in splits.items())
@@ -144,6 +145,38 @@ def read_json(path: Path) -> Iterator[Chunk]:
             where=str(path),
             remedy='a .json file must hold [{…}, …], {"data": [{…}, …]}, or one object per line',
         )
+
+
+def _data_list(text: str, start: int) -> int | None:
+    """Where the list of rows of an object begins; None where the text is not one object with such a list.
+
+    With other keys before the list, it is one of objects, and nothing follows on other lines: otherwise it is a field
+    of rows.
+    """
+    if first := _DATA_LIST.match(text):
+        return first.end()
+    if not text.startswith("{", start) or _are_lines(text[start:]):
+        return None
+    try:
+        place = _skip_space(text, start + 1)
+        while text.startswith('"', place):
+            key, place = DECODER.raw_decode(text, place)
+            place = _skip_space(text, _skip_space(text, place) + 1)
+            if key == "data":
+                return place if _ROWS.match(text, place) else None
+            place = _skip_space(text, DECODER.raw_decode(text, place)[1])
+            if not text.startswith(",", place):
+                return None
+            place = _skip_space(text, place + 1)
+    except Exception:  # of whatever kind: what the file is instead is found out below
+        return None
+    return None
+
+
+def _are_lines(text: str) -> bool:
+    """Whether a first line is a row by itself, and others follow."""
+    line, _, others = text.partition("\n")
+    return bool(others.strip()) and not isinstance(_parse_json(line), RowError)
 
 
 def _splits(text: str) -> dict[str, list[Any]] | None:
