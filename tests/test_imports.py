@@ -189,3 +189,16 @@ def test_modules_that_must_be_quick_import_nothing_heavy(module: str):
     code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert outcome.stdout.strip() == "[]"
+
+
+def test_a_run_on_lines_of_json_loads_no_library_of_tables(tmp_path: Path):
+    """pyarrow takes 30 MB of each process; what needs it is Parquet, Arrow, zstd and robot data."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    code = (
+        "import sys; from pathlib import Path; import shardtune.run.api, shardtune.run.train_rank; "
+        "from shardtune.data.row_files import read_rows; "
+        f"rows = list(read_rows(Path({str(tmp_path / 'rows.jsonl')!r}), 'jsonl')); "
+        "print(len(rows), [name for name in ('pyarrow', 'pandas', 'datasets') if name in sys.modules])"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert outcome.stdout.strip() == "1 []"

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
+from shardtune.data.files import arrow as pa
 from shardtune.data.files.arrow_table import TableChunk, read_arrow, read_parquet
 from shardtune.data.files.chunk import Chunk, NumberedRow, RowChunk
 from shardtune.data.files.compression import COMPRESSIONS
@@ -72,7 +71,7 @@ def last_number(path: Path, kind: str) -> int:
         if kind == "jsonl":
             return count_lines(path)
         if kind == "parquet" and path.suffix.lower() not in COMPRESSIONS:
-            return pq.read_metadata(path).num_rows
+            return pa.parquet.read_metadata(path).num_rows
         number = 0
         for chunk in _READERS[kind](path):
             match chunk:

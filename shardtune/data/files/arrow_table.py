@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from shardtune.data.encoder import Row, RowError, caused_by
+from shardtune.data.files import arrow as pa
 from shardtune.data.files.chunk import CHUNK_ROWS, Chunk, NumberedRow, require_distinct
 from shardtune.data.files.compression import COMPRESSIONS, content_of
 
@@ -41,7 +39,7 @@ class TableChunk:
 def read_parquet(path: Path) -> Iterator[Chunk]:
     compressed = path.suffix.lower() in COMPRESSIONS
     source = io.BytesIO(content_of(path)) if compressed else path
-    with pq.ParquetFile(source) as file:
+    with pa.parquet.ParquetFile(source) as file:
         require_distinct(file.schema_arrow.names, path)
         yield from _table_chunks(file.iter_batches(batch_size=CHUNK_ROWS), file.metadata.num_rows)
 

@@ -9,7 +9,7 @@ import lzma
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+from shardtune.data.files import arrow as pa
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 

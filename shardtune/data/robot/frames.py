@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from shardtune.data.encoder import FrameOptions, RowError, caused_by
+from shardtune.data.files import arrow as pa
 from shardtune.data.files.chunk import NumberedRow
 from shardtune.data.robot.images import ImageRecord, image_record
 from shardtune.data.robot.returns import RETURN, finite_return

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
+from shardtune.data.files import arrow as pa
 from shardtune.data.robot.columns import JOIN
 from shardtune.data.robot.recorded import ROLES, PictureColumn, encoded_column, pixel_column
 from shardtune.errors import DataError

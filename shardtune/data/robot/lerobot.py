@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from shardtune.data.encoder import FrameOptions, RowError
+from shardtune.data.files import arrow as pa
 from shardtune.data.robot.columns import IMAGES, Columns, find_columns
 from shardtune.data.robot.returns import role_of
 from shardtune.errors import DataError
@@ -289,7 +288,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _table(path: Path, without: str = "\0") -> pa.Table:
     try:
-        with pq.ParquetFile(path) as parquet:
+        with pa.parquet.ParquetFile(path) as parquet:
             return parquet.read(columns=[name for name in parquet.schema_arrow.names if not name.startswith(without)])
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"the file cannot be read as Parquet: {error}", where=str(path), remedy=COPY) from error

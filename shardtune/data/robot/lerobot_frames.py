@@ -9,10 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from shardtune.data.encoder import FrameOptions, RowError
+from shardtune.data.files import arrow as pa
 from shardtune.data.files.chunk import Chunk, RowChunk
 from shardtune.data.images.video_frame import require_av, video_seconds
 from shardtune.data.robot.columns import Columns
@@ -22,7 +21,6 @@ from shardtune.data.robot.returns import RETURN, discounted, role_of
 from shardtune.errors import DataError
 
 _CHUNK_FRAMES = 64
-_NUMBERS = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
 
 
 def read_lerobot(
@@ -189,9 +187,9 @@ class _FrameFile:
         features = self.described.features
         return {camera: name for camera, name in self.columns.cameras.items() if features[name]["dtype"] == "video"}
 
-    def _open(self) -> pq.ParquetFile:
+    def _open(self) -> pa.parquet.ParquetFile:
         try:
-            return pq.ParquetFile(self.path)
+            return pa.parquet.ParquetFile(self.path)
         except FileNotFoundError as error:
             listed = _episode_list(self.episodes)
             raise self._fault(f"the file is missing, in which {listed} should be") from error
@@ -201,7 +199,7 @@ class _FrameFile:
     def _fault(self, what: str, remedy: str = COPY) -> DataError:
         return DataError(what, where=str(self.path), remedy=remedy)
 
-    def _read(self, parquet: pq.ParquetFile, columns: Sequence[str]) -> pa.Table:
+    def _read(self, parquet: pa.parquet.ParquetFile, columns: Sequence[str]) -> pa.Table:
         missing = [name for name in columns if name not in parquet.schema_arrow.names]
         if missing:
             there = ", ".join(parquet.schema_arrow.names)
@@ -258,7 +256,7 @@ class _FrameFile:
         if values.null_count and inner is not kind:
             row = values.is_null().index(True).as_py() + 1
             raise self._fault(f"the column {column!r} is null in row {row}")
-        if not any(is_number(inner) for is_number in _NUMBERS):
+        if not (pa.types.is_floating(inner) or pa.types.is_integer(inner) or pa.types.is_boolean(inner)):
             raise self._fault(f"the column {column!r} holds {kind}, not vectors of numbers", "name it in data.columns")
         if inner is kind:
             return values.to_numpy(zero_copy_only=False).astype(np.float32)[:, None]
@@ -299,7 +297,7 @@ class _FrameFile:
             raise self._fault(f"the column {column!r} holds {values.type}, not text", "name it in data.columns")
         return values.to_pylist()
 
-    def _pictures(self, parquet: pq.ParquetFile, rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def _pictures(self, parquet: pa.parquet.ParquetFile, rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The encoded images of cameras without video, some rows at a time, each with the number of its first row."""
         videos = self._videos()
         columns = {camera: name for camera, name in self.columns.cameras.items() if camera not in videos}
@@ -341,7 +339,7 @@ class _FrameFile:
                     )
                     problems |= dict.fromkeys(range(run.start, run.stop), reason)
 
-    def _require_pictures(self, parquet: pq.ParquetFile, column: str) -> None:
+    def _require_pictures(self, parquet: pa.parquet.ParquetFile, column: str) -> None:
         if column not in parquet.schema_arrow.names:
             there = ", ".join(parquet.schema_arrow.names)
             raise self._fault(f"the column {column!r} is missing (the columns: {there})")

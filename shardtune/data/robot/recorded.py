@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from shardtune.data.encoder import FrameOptions, RowError
+from shardtune.data.files import arrow as pa
 from shardtune.data.files.chunk import Chunk, RowChunk
 from shardtune.data.robot.columns import JOIN, Columns, find_columns
 from shardtune.data.robot.frames import FrameChunk, Origin, episode_digest

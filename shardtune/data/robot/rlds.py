@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
+from shardtune.data.files import arrow as pa
 from shardtune.data.robot.recorded import PictureColumn, encoded_column, pixel_column
 from shardtune.data.robot.tfrecord import Feature, example_features, read_records
 from shardtune.errors import DataError
