@@ -412,6 +412,12 @@ class TrainEngine:
         _check_dtype(dtype, "push_weights")
         if not isinstance(other, TrainEngine):
             raise _no_engine(other, "push_weights(…)")
+        if other is self:
+            raise ParallelError(
+                f"the engine of {self._kind.__name__} is given its own weights, which it has",
+                where="push_weights(…)",
+                remedy="give another engine of the same model, or leave the call out",
+            )
         number = next(self._exports)
         team, others = self._built("push_weights"), other._built("push_weights(…)")
         self._take_turn(team)

@@ -16,8 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from shardtune.errors import ModelError
+from shardtune.parallel.buffers import fingerprint_of
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private.graph import went_through_units
+from shardtune.parallel.torch_private.graph import own_leaves, went_through_units
+from shardtune.parallel.torch_private.operations import tree_iter
 from shardtune.parallel.weights import Weights
 
 Roots = torch.Tensor | GradientEdge | Sequence[torch.Tensor] | Sequence[GradientEdge]
@@ -44,12 +46,21 @@ class Gradients:
         self._partial = partial
         self._reach = reach
         self.passed = False
+        self._shared: Sequence[torch.Tensor] = ()
+        self._after_pass: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def counted(self, share: float) -> Iterator[None]:
-        """Inside, every backward pass of this thread counts by `share`, and its gradients are whole when it is done."""
+    def counted(self, share: float, shared: Sequence[object] | None) -> Iterator[None]:
+        """Inside, every backward pass of this thread counts by `share`, and its gradients are whole when it is done.
+
+        Args:
+            share: of this rank in the call's loss.
+            shared: the arguments that all ranks have whole, where others are divided; else None.
+        """
         plain, thread = torch.autograd.backward, threading.get_ident()
         inside, self.passed = False, False
+        self._after_pass.clear()
+        self._shared = [leaf for leaf in tree_iter(shared or ()) if isinstance(leaf, torch.Tensor)]
 
         def backward(
             tensors: Roots,
@@ -69,7 +80,8 @@ class Gradients:
             inside = self.passed = True
             try:
                 scaled = grad_tensors if share == 1.0 else _scaled(tensors, grad_tensors, share)
-                with self._for_inputs(inputs) as others, self._settled():
+                alone = 1.0 if shared is not None else share
+                with self._for_inputs(inputs) as others, self._settled(), self._own_gradients(tensors, alone):
                     plain(tensors, scaled, retain_graph, create_graph, grad_variables, others)
             finally:
                 inside = False
@@ -80,6 +92,32 @@ class Gradients:
                 yield
         finally:
             torch.autograd.backward = plain
+
+    @contextmanager
+    def _own_gradients(self, roots: Roots, share: float) -> Iterator[None]:
+        """Let a pass give those leaves that are no parameters the gradient of this rank's loss, not times a share.
+
+        Where a call divides nothing, the loss of each rank is that of one process, and nothing sums these gradients.
+        """
+        leaves = own_leaves(_listed(roots)) if share != 1.0 else []
+        held = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+        for leaf, before in zip(leaves, held, strict=True):
+            if leaf.grad is not None:
+                leaf.grad = leaf.grad / share
+            if before is not None:
+                leaf.grad = before if leaf.grad is None else before + leaf.grad
+        self._after_pass |= {id(leaf): fingerprint_of(grad) for leaf, grad in self._gradients_of_shared()}
+
+    def _gradients_of_shared(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(leaf, leaf.grad) for leaf in self._shared if leaf.is_leaf and leaf.grad is not None]
+
+    def unsummed(self) -> list[torch.Tensor]:
+        """The shared arguments with a gradient that is as backward passes of the call have left it."""
+        found = [(leaf, grad, self._after_pass.get(id(leaf))) for leaf, grad in self._gradients_of_shared()]
+        return [leaf for leaf, grad, after in found if after is not None and torch.equal(after, fingerprint_of(grad))]
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
@@ -227,6 +265,7 @@ class Gradients:
             if concerns(optimizer):
                 self._weights.whole.stepping = False
                 self._weights.copy_masters_to_model()
+                self._weights.note_states([optimizer])
 
         handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         try:

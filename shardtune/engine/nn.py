@@ -296,8 +296,7 @@ class BaseTrainModule(nn.Module):
 def set_rank_context(module: BaseTrainModule, rank_context: RankContext) -> None:
     """Set a module's rank context, and from now on refuse `self.forward(...)` in its methods."""
     vars(module)[RANK_CONTEXT] = rank_context
-    if "forward" not in vars(module):
-        vars(module)["forward"] = _guarded(module, module.forward)
+    vars(module)["forward"] = _guarded(module, module.forward)
 
 
 def crosses_borders(module: BaseTrainModule) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import cloudpickle
@@ -19,10 +22,19 @@ from shardtune.parallel.torch_private.operations import tree_map
 T = TypeVar("T")
 
 
+class _Pickler(cloudpickle.CloudPickler):
+    """Pickles by name those modules, too, that are objects of another class (`torch.backends` and what is in it)."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
 def pack(value: object) -> bytes:
     """Serialise a value for `unpack` in any process with the same packages."""
     buffer = io.BytesIO()
-    cloudpickle.CloudPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
@@ -41,7 +53,7 @@ class _Nowhere(io.RawIOBase):
         return len(data)
 
 
-class _Trial(cloudpickle.CloudPickler):
+class _Trial(_Pickler):
     """Pickles all but the numbers of tensors and arrays, which always can be."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -109,16 +121,19 @@ def _arrives(value: object) -> bool:
     return True
 
 
-def detached(value: T, *, copy: bool) -> T:
+def detached(value: T, in_rows: Callable[[torch.Tensor], torch.Tensor], *, copy: bool) -> T:
     """A method's result in the form the caller receives: whole tensors without a graph, in host memory.
 
     Every rank calls it, as a sharded tensor is gathered from all.
 
     Args:
+        in_rows: gives a tensor of which this rank has a part that is no rows as one that has rows.
         copy: also copy what is in host memory already, so that the caller's does not change with the module's.
     """
 
     def taken(leaf: object) -> object:
+        if isinstance(leaf, torch.Tensor):
+            leaf = in_rows(leaf)
         if isinstance(leaf, DTensor):
             leaf = leaf.full_tensor()
         if isinstance(leaf, torch.Tensor):

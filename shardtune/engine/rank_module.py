@@ -109,6 +109,8 @@ class RankModule:
         self._ranks, self._stops = ranks, stops
         self._memory = Memory(self._module, ranks.device)
         self._reported: set[str] = set()
+        self._unsummed: set[str] = set()
+        self._made: dict[str, str] = {}
         self._exports = Exports()
         self._receiver: Receiver | None = None
         kind = type(self._module)
@@ -205,16 +207,25 @@ class RankModule:
                 f"values: {_few(added)}; made in __init__ they would be sharded"
             )
 
-    def _check_none_added(self, method: str) -> None:
+    def _check_none_added(self, method: str, *, ran: bool = True) -> None:
         """Refuse parameters and buffers that a method has made: no other rank has the same values, and nothing saves
-        them."""
+        them.
+
+        Args:
+            method: of the user's, that has run; or of the engine's, that is to run.
+            ran: which of both.
+        """
         added, buffers = self._weights.added(), self._weights.added_buffers()
+        self._made = {name: self._made.get(name, method if ran else "a method") for name in (*added, *buffers)}
         if added or buffers:
             made = f"parameters {_few(added)}" if added else f"buffers {_few(buffers)}"
+            by = next(iter(self._made.values()))
+            again = "" if by == method else ", and the module still has them"
             raise ModelError(
-                f"{method} has made the {made} after the module was built: they are neither synchronised nor saved",
+                f"{by} has made the {made} after the module was built: they are neither synchronised nor saved{again}",
                 where=f"{self.name}.{method}",
-                remedy="make them in on_weights_materialized, or in __init__",
+                remedy="make them in on_weights_materialized, or in __init__"
+                + (f"; del self.{next(iter(self._made))} in a method removes it" if again else ""),
             )
 
     def _check_optimized(self, method: str) -> None:
@@ -296,11 +307,12 @@ class RankModule:
         self.wake()
         share = None if part.num_tokens is None or self._sequence is None else self._sequence.share(part.num_tokens)
         self._weights.unit_calls.clear()
+        self._weights.note_states(optimizers_of(self._module).values())
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._exports.watching(self._weights, self._ranks))
                 stack.enter_context(self._as_printed())
-                stack.enter_context(self._gradients.counted(part.share))
+                stack.enter_context(self._gradients.counted(part.share, part.shared))
                 stack.enter_context(self._gradients.stepping())
                 stack.enter_context(self._weights.whole.method(name))
                 stack.enter_context(in_call(self._module, part.share, part.idle, share))
@@ -313,9 +325,11 @@ class RankModule:
                 if "weights" in kwargs:  # a tensor, or one for each micro-batch
                     kwargs["weights"] = tree_map_only(torch.Tensor, self._on_device, kwargs["weights"])
                 method = self._module if name == "forward" else getattr(self._module, name)
-                value = detached(method(*part.args, **kwargs), copy=copy)
+                value = detached(method(*part.args, **kwargs), self._weights.in_checkpoint_layout, copy=copy)
             if share is not None and self._gradients.passed and not crosses_borders(self._module):
                 self._report_borders(name, part)
+            if self._ranks.mesh is not None and (unsummed := self._gradients.unsummed()):
+                self._report_unsummed(name, unsummed[0])
         finally:
             self._weights.copy_masters_to_model()  # changes of the weights take effect in the next forward
         self._check_none_added(name)
@@ -340,6 +354,19 @@ class RankModule:
             part.num_tokens,
             self._ranks.layout.sequence,
             "border" if borders == 1 else f"{borders} borders",
+        )
+
+    def _report_unsummed(self, name: str, tensor: torch.Tensor) -> None:
+        """Report, once for a method, that ranks have parts of the gradient of an argument that all have whole."""
+        if name in self._unsummed or not self._ranks.is_main:
+            return
+        self._unsummed.add(name)
+        logger.warning(
+            "%s.%s: .grad of the argument %s, which is not divided among ranks, is of this rank's samples alone, and "
+            "other ranks have the rest; after the last backward(): torch.distributed.all_reduce(argument.grad)",
+            self.name,
+            name,
+            list(tensor.shape),
         )
 
     def called_units(self) -> int:
@@ -387,22 +414,28 @@ class RankModule:
     def wake(self) -> None:
         self._memory.come_back()
 
-    def _prepare_to_read(self) -> None:
-        """Before the whole module is read: buffers are what all ranks have of them."""
+    def _prepare_to_read(self, method: str) -> None:
+        """Before the whole module is read: buffers are what all ranks have of them.
+
+        Args:
+            method: of the engine, which reads it.
+        """
         self.wake()
+        self._check_none_added(method, ran=False)
         self._weights.agree_on_buffers()
 
     def memory(self) -> int:
         return self._memory.held()
 
     def save(self, folder: str) -> None:
-        self._prepare_to_read()
+        self._prepare_to_read("save")
         self._trained |= trained_names(self._module, self._weights) | self._frozen.changed()
         save_state(Path(folder), self._module, self._weights, self._attributes, self._trained)
 
     def load(self, folder: str) -> None:
         self.wake()
         self._exports.spoil()
+        self._check_none_added("load", ran=False)
         if is_saved_state(Path(folder)) or not is_weight_directory(Path(folder)):
             changed = self._frozen.changed()
             now = self._trained | trained_names(self._module, self._weights) | changed
@@ -411,12 +444,12 @@ class RankModule:
             load_directory(self._module, self._weights, Path(folder))
 
     def save_pretrained(self, folder: str, dtype: torch.dtype | None) -> None:
-        self._prepare_to_read()
+        self._prepare_to_read("save_pretrained")
         save_directory(self._module, self._weights, Path(folder), dtype, self._ranks)
 
     def export(self, number: int, dtype: torch.dtype | None) -> None:
         """Start an export of all weights, under a number of its own."""
-        self._prepare_to_read()
+        self._prepare_to_read("named_tensors")
         self._exports.begin(number, full_state(self._module, self._weights, self._prefix, dtype))
 
     def export_next(self, number: int) -> list[tuple[str, torch.Tensor]]:
@@ -437,7 +470,7 @@ class RankModule:
 
     def push(self, number: int, names: Names, dtype: torch.dtype | None) -> dict[str, Form] | None:
         """Start an export for another engine; returns the forms of what comes, where they are known."""
-        self._prepare_to_read()
+        self._prepare_to_read("push_weights")
         self._exports.begin(number, stream(self._module, self._weights, self._prefix, names, dtype))
         return forms_of(self._module, self._weights, names)
 

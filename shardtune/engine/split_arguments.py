@@ -134,6 +134,7 @@ class Part:
         share: by how much the rank's loss counts.
         idle: whether the rank has no samples, and computes on another's.
         num_tokens: of a whole sequence, in a call that divides tokens.
+        shared: the arguments that all ranks have whole, in a call that divides others; None where none is divided.
     """
 
     args: tuple[object, ...]
@@ -141,6 +142,7 @@ class Part:
     share: float
     idle: bool = False
     num_tokens: int | None = None
+    shared: tuple[object, ...] | None = None
 
 
 def divide(args: Sequence[object], kwargs: Mapping[str, object], layout: Layout, *, weighed: bool) -> list[Part]:
@@ -231,7 +233,8 @@ def _dealt(
         }
         chosen = [rows or [stand_in] for rows in micro_batches]
         own, named = ([_dealt_to(value, chosen) for value in values] for values in (args, given.values()))
-        part = Part(tuple(own), dict(zip(given, named, strict=True)), 1.0 / layout.sequence)
+        shared = _unmarked(args, kwargs)
+        part = Part(tuple(own), dict(zip(given, named, strict=True)), 1.0 / layout.sequence, shared=shared)
         parts += [part] * layout.model_ranks
     return parts
 
@@ -305,7 +308,12 @@ def _part(
         0.0 if place.idle else share,
         place.idle,
         place.num_tokens,
+        _unmarked(args, kwargs),
     )
+
+
+def _unmarked(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, ...]:
+    return tuple(value for value in (*args, *kwargs.values()) if not isinstance(value, NeedParallel))
 
 
 def _agreed(marked: Sequence[NeedParallel[object]]) -> tuple[int, list[float]]:

@@ -88,7 +88,7 @@ class FlatOperands(TorchFunctionMode):
             return func(*args, **given)
         if used and len(tensors) == 1 and func in SHAPES and sys._getframe(1).f_code is not LOADING:
             return func(torch.empty(self._owners[id(used[0])][2], device="meta"), *args[1:], **given)
-        if used and not (operation.keeps_parts or _is_of_the_part(operation)):
+        if used and not (operation.keeps_parts or _is_of_the_part(operation) or _is_first_state(operation, 1)):
             return self._on_whole(operation, args, given, tensors, used)
         return self._on_rank(operation, args, given, tensors, used)
 
@@ -136,6 +136,10 @@ class FlatOperands(TorchFunctionMode):
         result = self._on_parts_of(operation, args, kwargs, tensors, bool(used))
         self._follow(operation, args, result)
         return result
+
+    def note(self, part: torch.Tensor) -> None:
+        """Note a tensor that is of a part."""
+        self._note(self._parts, part)
 
     def _note(self, which: WeakIdKeyDictionary, tensor: torch.Tensor, value: object = True) -> None:
         which[tensor] = value
@@ -263,8 +267,8 @@ READS = (
 def _of_a_part(name: str) -> ModelError:
     what, where = ("what a method returns", "return") if name == returned.__name__ else (name, name)
     return ModelError(
-        f"{what} of a weight's detach(), .data or .grad, or of state_dict(), is that of this rank's part alone: fsdp1 "
-        "divides each over the ranks, and these have no shape there",
+        f"{what} of a weight's detach(), .data or .grad, of an optimizer's state, or of state_dict(), is that of this "
+        "rank's part alone: fsdp1 divides each over the ranks, and these have no shape there",
         where=where,
         remedy="use the weight itself (under torch.no_grad(); dict(self.named_parameters()) for a state_dict()), which "
         "is whole in every operation, and none of these with it; keep states as zeros_like(weight); for the norm of "
@@ -293,6 +297,17 @@ def _in_an_optimizer(name: str) -> ModelError:
 def _is_of_the_part(operation: Operation) -> bool:
     """Whether an operation is about what this rank has: a copy or state of it, or an attribute but the transpose."""
     return operation.is_read or operation.name in ("zeros_like", "empty_like")
+
+
+def _is_first_state(operation: Operation, depth: int) -> bool:
+    """Whether an optimizer of torch makes its state of a weight when it is created, as Adagrad does.
+
+    Args:
+        operation: of torch.
+        depth: how many callers above this function's the operation was called.
+    """
+    name = sys._getframe(depth + 1).f_globals.get("__name__", "") if operation.name == "full_like" else ""
+    return name.startswith("torch.optim.")
 
 
 def _gives_no_tensor(func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:

@@ -30,6 +30,7 @@ class WholeFlatWeights(WholeWeights):
         super().__init__(sharding.root, sharding.ranks, compute)
         self._flattened = flattened
         self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._mode: FlatOperands | None = None
         list_parameters(sharding.root)
         flattened.compare_parts(self._same_call.compare, self.free_after_part)
 
@@ -40,7 +41,17 @@ class WholeFlatWeights(WholeWeights):
         if not self._are_sharded():
             return nullcontext()
         flattened = self._flattened
-        return FlatOperands(flattened.owners, flattened.root, self._same_call.compare, self._updating, self._parts)
+        self._mode = FlatOperands(
+            flattened.owners, flattened.root, self._same_call.compare, self._updating, self._parts
+        )
+        return self._mode
+
+    def note(self, state: torch.Tensor) -> None:
+        """Note a tensor that an optimizer keeps of this rank's part of a weight, for this method and later ones."""
+        if state not in self._parts:
+            self._parts[state] = True
+            if self._mode is not None:
+                self._mode.note(state)
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:

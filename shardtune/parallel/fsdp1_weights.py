@@ -18,7 +18,7 @@ pieces; ranges are measured after it has cut, so padding is in none of them.)
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardtune.errors import ModelError
 from shardtune.parallel.flat_operands import FlatOperands
@@ -102,6 +103,8 @@ class FlatWeights(Weights):
         self._flattened = Flattening(sharding, {parameter: name for name, parameter in model.named_parameters()})
         self._root_shell = self._flattened.wrapped[-1]
         self._pieces = self._measure(self._flattened.places, self._flattened.shapes)
+        self._operands = WholeFlatWeights(sharding, self._flattened, COMPUTE_DTYPE[sharding.precision])
+        self._states = WeakIdKeyDictionary()
         super().__init__(
             sharding.root,
             model,
@@ -109,7 +112,7 @@ class FlatWeights(Weights):
             sharding.ranks,
             reduce_each=reduce_each,
             excluded_from_checkpoint=excluded_from_checkpoint,
-            whole=WholeFlatWeights(sharding, self._flattened, COMPUTE_DTYPE[sharding.precision]),
+            whole=self._operands,
         )
         self.replicates = self.on_ranks
         self.shapes |= self._flattened.shapes
@@ -268,6 +271,21 @@ class FlatWeights(Weights):
         self._flattened.undo()
 
     # Rows.
+
+    def note_states(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        with without_modes(FlatOperands):
+            for optimizer in optimizers:
+                for name in self._pieces:
+                    parameter = self.parameters[name]
+                    for state in optimizer.state.get(parameter, {}).values():
+                        if isinstance(state, torch.Tensor) and state.ndim and state.shape == parameter.shape:
+                            self._states[state] = name
+                            self._operands.note(state)
+
+    def in_checkpoint_layout(self, tensor: torch.Tensor) -> torch.Tensor:
+        with without_modes(FlatOperands):
+            name = self._states.get(tensor)
+            return tensor if name is None else self.to_checkpoint_layout(name, tensor)
 
     def to_checkpoint_layout(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         piece = self._pieces.get(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -448,6 +448,13 @@ class Weights:
             computed.copy_(master)
         if self._masters.is_watched:
             self._masters.note()
+
+    def note_states(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Note what optimizers keep of parameters of which this rank has a part, for a user's methods."""
+
+    def in_checkpoint_layout(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor for the caller of a method: one that `note_states` has noted in the layout of checkpoints."""
+        return tensor
 
     def restore_model(self) -> None:
         """Restore the model with its weights in full precision, and detach this object's hooks."""

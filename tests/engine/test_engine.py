@@ -150,7 +150,12 @@ class Calling(Trained):
         raise LookupError("in the method")
 
 
-def test_self_forward_is_refused_with_the_hint(model: Path):
+def test_self_forward_is_refused_with_the_hint(model: Path, two_ranks: TrainEngine):
+    for executor in ("fsdp2", "fsdp1", "ddp"):
+        with TrainEngine(make(model, Calling), executor).build(colocate_with=two_ranks, take_turns=False) as several:
+            several.forward(torch.zeros(1, 2, dtype=torch.int64))
+            with pytest.raises(ModelError, match=r"remedy: call self\(\.\.\.\)"):
+                several.directly()
     engine = TrainEngine(make(model, Calling)).build()
     with pytest.raises(ModelError, match=r"remedy: call self\(\.\.\.\)"):
         engine.directly()

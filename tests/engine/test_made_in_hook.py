@@ -68,6 +68,15 @@ class Critic(Steps, nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     def late(self) -> None:
         self.other = torch.nn.Linear(2, 2)
 
+    def late_and_trained(self) -> None:
+        self.other = torch.nn.Linear(2, 2)
+        self.optimizer.add_param_group({"params": [*self.other.parameters()]})
+        raise LookupError("after that")
+
+    def remove(self) -> None:
+        del self.other
+        self.optimizer.param_groups.pop()
+
     def too_late(self, rows: list[list[int]]) -> None:
         loss = self(torch.tensor(rows)).logits.mean()
         torch.autograd.grad(loss, list(self.parameters()))
@@ -162,8 +171,22 @@ def test_what_gradients_and_parameters_cannot_be_is_refused(model: Path, two_ran
             engine.second_order(ROWS)
         with pytest.raises(ModelError, match=r"late has made the parameters other.weight, other.bias after"):
             engine.late()
+        again = r"late has made the parameters other.weight, other.bias after .*, and the module still has them"
+        with pytest.raises(ModelError, match=again):
+            engine.whole_attentions()
     with pytest.raises(ModelError, match=r"self.second trains a tensor \[3, 2\] that is no parameter"):
         TrainEngine(critic(model)).build().other_optimizer()
+
+
+def test_what_is_made_late_and_trained_is_refused_when_it_is_saved(model: Path, tmp_path: Path):
+    engine = TrainEngine(critic(model)).build()
+    with pytest.raises(LookupError, match="after that"):
+        engine.late_and_trained()
+    for read in (engine.save, engine.save_pretrained, engine.load, lambda _: list(engine.named_tensors())):
+        with pytest.raises(ModelError, match=r"a method has made the parameters other.weight, other.bias after"):
+            read(tmp_path / "state")
+    engine.remove()
+    engine.save(tmp_path / "state")
 
 
 class Replacing(Critic):

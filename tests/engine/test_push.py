@@ -14,7 +14,7 @@ from transformers import Qwen2ForCausalLM
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
-from shardtune.errors import CheckpointError, ModelError
+from shardtune.errors import CheckpointError, ModelError, ParallelError
 from tests.support.engine_modules import SAMPLES, Trained, make, steps
 from tests.support.peft_versions import adds_adapters
 
@@ -91,6 +91,9 @@ def test_from_layout_to_layout(model: Path, two: TrainEngine):
     assert torch.equal(back.logits(SAMPLES)[0], alone.logits(SAMPLES)[0])
     two.push_weights(chain[-1], torch.bfloat16)  # from part to part, without a whole tensor
     check(two, chain[-1], torch.bfloat16)
+    for engine in (alone, built[0]):
+        with pytest.raises(ParallelError, match="is given its own weights, which it has"):
+            engine.push_weights(engine)
     adapter = TrainEngine(adapted(model)).build(colocate_with=two, take_turns=False)
     for engine in (built[0], back):
         adapter.push_weights(engine)

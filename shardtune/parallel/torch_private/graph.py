@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
@@ -30,6 +31,22 @@ def went_through_units(roots: Iterable[torch.Tensor | GradientEdge]) -> bool:
             return True
         waiting += [before for before, _ in node.next_functions]
     return False
+
+
+def own_leaves(roots: Iterable[torch.Tensor | GradientEdge]) -> list[torch.Tensor]:
+    """The leaves from which tensors were computed, and that are no parameters."""
+    waiting = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    seen: set[object] = set()
+    found = []
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == ACCUMULATES and not isinstance(node.variable, nn.Parameter):
+            found.append(node.variable)
+        waiting += [before for before, _ in node.next_functions]
+    return found
 
 
 def unreached(

@@ -1,0 +1,136 @@
+"""Gradients of tensors that are no parameters, and what optimizers keep of those that are."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardtune import NeedParallel, TrainEngine, nn
+from shardtune.errors import ModelError
+
+EXECUTORS = ["fsdp2", "fsdp1", "ddp"]
+
+
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def clear(self) -> None:
+        self.lines = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+LISTENER = Listener()
+
+
+class Net(nn.Fsdp2TrainModule):
+    """Gives the gradients of what it is called with, and what its optimizer keeps."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer] = torch.optim.Adam) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(5, 3).double(), torch.nn.Linear(3, 2).double()
+        self.kind = kind
+
+    @property
+    def non_split_modules(self) -> set[type]:
+        return {torch.nn.Linear}
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer: Any = self.kind(self.parameters(), lr=0.01)  # pyright: ignore[reportCallIssue]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+    def gradient(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            (self(x).square().mean() / 2).backward()
+        assert x.grad is not None
+        return x.grad
+
+    def of_all(self, x: torch.Tensor, delta: torch.Tensor, sums: bool = False) -> torch.Tensor:
+        delta = delta.requires_grad_()
+        self(x + delta).square().mean().backward()
+        assert delta.grad is not None
+        if sums and self.ranks.world_size > 1:
+            torch.distributed.all_reduce(delta.grad)
+        return delta.grad
+
+    def step(self, x: torch.Tensor) -> None:
+        self(x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def states(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {
+            name: {key: each for key, each in self.optimizer.state[p].items() if isinstance(each, torch.Tensor)}
+            for name, p in self.named_parameters()
+        }
+
+    def listen(self) -> None:
+        """Keep what the engine's log says on this rank."""
+        LISTENER.clear()
+        logging.getLogger("shardtune").addHandler(LISTENER)
+
+    def said(self) -> list[str]:
+        return LISTENER.lines
+
+    def norm_of_moment(self) -> float:
+        return self.optimizer.state[self.first.weight]["exp_avg"].norm().item()
+
+
+@pytest.fixture
+def rows() -> torch.Tensor:
+    return torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_leaves_have_the_gradients_of_one_process(two_ranks: TrainEngine, executor: Any, rows) -> None:
+    plain: Any = Net()
+    delta = torch.zeros(5, dtype=torch.float64)
+    wanted, of_all = plain.gradient(rows), plain.of_all(rows, delta.clone())
+    with TrainEngine(Net(), executor).build(colocate_with=two_ranks, take_turns=False) as engine:
+        engine.listen()
+        for found in engine.gradient(rows):  # nothing is divided: that of each rank's loss
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-15)
+        parts = engine.gradient(NeedParallel(rows))
+        torch.testing.assert_close(torch.cat(parts), wanted, rtol=0, atol=1e-15)
+        summed = engine.of_all(NeedParallel(rows), delta, sums=True)
+        torch.testing.assert_close(summed[1], of_all, rtol=0, atol=1e-15)
+        assert engine.said() == [[], []]
+        torch.testing.assert_close(sum(engine.of_all(NeedParallel(rows), delta)), of_all, rtol=0, atol=1e-15)
+        engine.of_all(NeedParallel(rows), delta)
+        said, other = engine.said()
+    assert not other
+    (line,) = said
+    assert "Net.of_all: .grad of the argument [5], which is not divided among ranks, is of this rank's samples" in line
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_an_optimizer_keeps_is_returned_whole(two_ranks, executor: Any, rows, tmp_path: Path) -> None:
+    for kind in (torch.optim.Adam, torch.optim.Adagrad):
+        module = Net(kind)
+        plain = copy.deepcopy(module)
+        plain.on_weights_materialized()
+        for _ in range(2):
+            plain.step(rows)
+        with TrainEngine(module, executor).build(colocate_with=two_ranks, take_turns=False) as engine:
+            engine.step(NeedParallel(rows))
+            engine.save(tmp_path / kind.__name__)
+            engine.load(tmp_path / kind.__name__)
+            engine.step(NeedParallel(rows))
+            found = engine.states()
+            for mine in found:
+                torch.testing.assert_close(mine, plain.states(), rtol=0, atol=1e-15)
+            if executor == "fsdp1" and kind is torch.optim.Adam:
+                with pytest.raises(ModelError, match=r"norm of .* of an optimizer's state, .* is that of this rank's"):
+                    engine.norm_of_moment()
