@@ -83,6 +83,11 @@ class Buffers:
             if (module, key) not in known
         ]
 
+    def marks(self) -> dict[str, torch.Tensor]:
+        """A number for each floating buffer but the statistics of norms, by name, that changes with its values."""
+        own = {name: tensor for name, tensor in self.tensors().items() if name not in self._averaged}
+        return {name: fingerprint_of(tensor.detach()) for name, tensor in own.items() if tensor.is_floating_point()}
+
     def watch(self) -> None:
         """Note what the buffers are before the first forward of a step."""
         if self._ranks.mesh is not None and self._places and self._before is None:
@@ -142,6 +147,29 @@ class UnsavedBuffers:
             for key, buffer in contents(module)[1].items()
             if buffer is not None and key not in own_persistent_buffers(module)
         }
+
+
+class KeptBuffers:
+    """The buffers that are not persistent, as they are when this object is made.
+
+    Args:
+        model: whose they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module, key, buffer, buffer.clone())
+            for module in model.modules()
+            for key, buffer in contents(module)[1].items()
+            if buffer is not None and key not in own_persistent_buffers(module)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give them these values again, in the same tensors."""
+        for module, key, buffer, copy in self._kept:
+            buffer.copy_(copy)
+            contents(module)[1][key] = buffer
 
 
 Form = tuple[torch.Size, torch.dtype]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -56,6 +56,11 @@ class WholeFlatWeights(WholeWeights):
     @contextmanager
     def _gathered(self) -> Iterator[None]:
         with without_modes(FlatOperands), self._flattened.gathered():
+            yield
+
+    @contextmanager
+    def noting_written(self, written: set[int], set_anew: Collection[int]) -> Iterator[None]:
+        with self._flattened.noting_written(written):
             yield
 
     def _count(self) -> int:

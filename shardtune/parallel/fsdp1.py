@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardtune.parallel.buffers import fingerprint_of
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.outputs import tensors_in
 from shardtune.parallel.parts import parts_of
@@ -99,6 +100,12 @@ def _places(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
     return found
 
 
+def _fingerprint(place: Place) -> torch.Tensor:
+    """Of a weight as it is gathered."""
+    module, key = place
+    return fingerprint_of(getattr(module, key).data)
+
+
 def put(places: Sequence[Place], parameter: nn.Parameter) -> None:
     for module, key in places:
         set_parameter(module, key, parameter)
@@ -162,6 +169,7 @@ class Routed:
         note: is called before weights are gathered for it.
         gathered: all weights are gathered already.
         kept: they may have stayed gathered since the micro-batch began.
+        watch: is entered around the method, while weights are gathered.
     """
 
     def __init__(
@@ -175,6 +183,7 @@ class Routed:
         self.gathered = self.kept = False
         self.done: Callable[[], None] | None = None
         self.note: Callable[[], object] | None = None
+        self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def is_open(self) -> bool:
@@ -217,7 +226,9 @@ class Routed:
 
         def innermost() -> list[torch.Tensor]:
             given = tensors_in((args, kwargs), bases=True)
-            result[:] = [_tied(self.through, given, original(*args, **kwargs))]
+            with self.watch():
+                output = original(*args, **kwargs)
+            result[:] = [_tied(self.through, given, output)]
             known = {id(tensor) for tensor in given}
             return [tensor for tensor in tensors_in(result[0], bases=True) if id(tensor) not in known]
 
@@ -344,6 +355,31 @@ class Flattening:
     def _route(self, module: nn.Module, name: str, through: Callable[[Callable[..., object]], object]) -> None:
         self._routed.append((module, name, vars(module).get(name)))
         setattr(module, name, through(getattr(module, name)))
+
+    @contextmanager
+    def noting_written(self, written: set[int]) -> Iterator[None]:
+        """Inside, the `id`s of this rank's parts of weights that methods change while they are gathered are added."""
+        held = {routed: list[tuple[nn.Parameter, Place]]() for routed in self._gathering.values()}
+        for part, (place, routed, _) in self.owners.items():
+            held[routed].append((part, place))
+
+        @contextmanager
+        def compared(own: Sequence[tuple[nn.Parameter, Place]]) -> Iterator[None]:
+            """By value: writes through `.data` leave a version as it was."""
+            before = [_fingerprint(place) for _, place in own]
+            try:
+                yield
+            finally:
+                pairs = zip(own, before, strict=True)
+                written.update(id(part) for (part, place), old in pairs if not torch.equal(_fingerprint(place), old))
+
+        for routed, own in held.items():
+            routed.watch = partial(compared, own)
+        try:
+            yield
+        finally:
+            for routed in held:
+                routed.watch = nullcontext
 
     @property
     def in_forward(self) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shardtune.errors import ModelError
-from shardtune.parallel.buffers import Buffers
+from shardtune.parallel.buffers import Buffers, KeptBuffers
 from shardtune.parallel.compiled_buffers import CompiledBuffers
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.masters import Masters
@@ -279,6 +279,14 @@ class Weights:
         for name, buffer in self._buffers.tensors().items():
             buffer.copy_(copies[name])
 
+    def keep_unsaved_buffers(self) -> KeptBuffers:
+        """The buffers that are not persistent, as they are now."""
+        return KeptBuffers(self._model)
+
+    def buffer_marks(self) -> dict[str, torch.Tensor]:
+        """A number for each buffer that forwards are not expected to change, by name, that changes with its values."""
+        return self._buffers.marks()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by name, as checkpoints hold them; all ranks call it."""
         return {name: self.to_checkpoint_layout(name, tensor) for name, tensor in self._own().items()}
@@ -345,10 +353,12 @@ class Weights:
         parts = set[int]()
         self._masters.note()
         set_anew = {id(parameter) for name, parameter in self._computed.items() if "base_layer" in name.split(".")}
-        with self.whole.noting_written(parts, set_anew):
-            yield
-        written += [name for name, parameter in self._computed.items() if id(parameter) in parts]
-        written += self._masters.written()
+        try:
+            with self.whole.noting_written(parts, set_anew):
+                yield
+        finally:
+            written += [name for name, parameter in self._computed.items() if id(parameter) in parts]
+            written += self._masters.written()
 
     def watch_masters(self, on: bool) -> None:
         """Note, from now on, weights as they are after each update, or stop that."""

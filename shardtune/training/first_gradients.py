@@ -59,8 +59,13 @@ def with_report(
         forwards: list[tuple[object, object]] = []
         seen = _noting(seen, forwards) if recomputes else seen
         written: list[str] = []
-        with weights.noting_written(written):
-            totals = accumulate(seen, micro_batches, denominators, weights, **settings)
+        try:
+            with weights.noting_written(written):
+                totals = accumulate(seen, micro_batches, denominators, weights, **settings)
+        except RuntimeError as error:
+            if written and "inplace" in str(error):  # gathered weights are views with fsdp1, which autograd refuses
+                raise _lost(written) from error
+            raise
         if compared:  # the same step again, at another loss scale
             return totals
         compared = True

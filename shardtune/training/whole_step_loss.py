@@ -62,6 +62,7 @@ class WholeStep:
         seed, step, rank = draws
         micro_batches = [replace(batch, key=derive_seed(seed, step, ROW_DRAWS)) for batch in micro_batches]
         buffers = weights.copy_buffers() if weights.has_buffers else {}
+        unsaved = weights.keep_unsaved_buffers()
         with torch.no_grad():
             for number, batch in enumerate(micro_batches):
                 PROGRESS.beats += 1
@@ -76,6 +77,7 @@ class WholeStep:
         check_weights(losses, denominators)
         whole = objective(losses, denominators, scale)
         slopes = dict(zip(leaves, torch.autograd.grad(whole, list(leaves.values()), allow_unused=True), strict=True))
+        unsaved.restore()
         if buffers:
             weights.restore_buffers(buffers)  # the second forwards change them, as those of a step that has one each
         for number, batch in enumerate(micro_batches):

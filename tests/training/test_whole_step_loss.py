@@ -205,6 +205,30 @@ def test_both_forwards_of_a_micro_batch_find_the_same_buffers() -> None:
     require_gradients_of([adapter.outputs(model, batch) for batch in batches], adapter, model)
 
 
+class CountingUnsaved(Counting):
+    """The same in a buffer of which there is no checkpoint; another is made anew by each forward."""
+
+    def build(self) -> nn.Module:
+        model = Pair()
+        model.register_buffer("seen", torch.zeros(()), persistent=False)
+        model.register_buffer("last", torch.ones(()), persistent=False)
+        return model
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        found = super().outputs(model, batch)
+        left = found["left"] * model.get_buffer("last")
+        model.register_buffer("last", model.get_buffer("last") + len(batch.rows), persistent=False)
+        return {**found, "left": left}
+
+
+def test_both_forwards_find_the_same_buffers_that_are_not_persistent() -> None:
+    model, adapter, batches = accumulated(CountingUnsaved)
+    assert (model.get_buffer("seen"), model.get_buffer("last")) == (ROWS, ROWS + 1)
+    model.get_buffer("seen").zero_()
+    model.get_buffer("last").fill_(1.0)
+    require_gradients_of([adapter.outputs(model, batch) for batch in batches], adapter, model)
+
+
 class Noisy(Contrast):
     """Adds noise of numpy and of Python to its outputs."""
 

@@ -260,6 +260,8 @@ class FSDPSftWorker(ABC):
         rate = set_learning_rate(state.optimizer, state.step, position.horizon, actor.optim)
         if not state.has_stepped:
             state.begin_first_step()
+            if len(step.micro_batches) > 1:
+                state.begin_first_forwards()
         state.in_step = True
         try:
             result = optimizer_step(

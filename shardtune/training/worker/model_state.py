@@ -343,6 +343,11 @@ class ModelState:
         self._left_out.begin_steps(self.weights, self._ranks)
         self._first_step = FirstStep(self.inner, self.weights)
 
+    def begin_first_forwards(self) -> None:
+        """Before the forwards of a first step of several micro-batches, and before nothing else that changes buffers."""
+        assert self._first_step is not None
+        self._first_step.note_buffers()
+
     def check_first_step(self, report: Callable[[str], None]) -> None:
         """After a first step; `FirstStep.check`, whose lines `report` receives."""
         assert self._first_step is not None
