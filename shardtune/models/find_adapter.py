@@ -320,6 +320,7 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
     model, data = recipe.actor.model, recipe.data
     given = {
         "data.keep_pixels": data.keep_pixels and not issubclass(kind, VisionLanguage),
+        "data.image_hosts": bool(data.image_hosts) and not issubclass(kind, VisionLanguage),
         # that of `causal_lm` is refused with the recipe; where a worker is the user's, it may read the key
         "actor.model.add_value_head": model.add_value_head and kind not in (CausalLM, VisionLanguageAction),
     }

@@ -480,6 +480,7 @@ def test_gradient_checkpointing_without_units_is_refused() -> None:
         ({}, {"attn_implementation": "eager"}, "actor.model.attn_implementation: the adapter Small does not read it"),
         ({"system_prompt": "Hm."}, {}, "data.system_prompt: the adapter Small does not read it"),
         ({"keep_pixels": True}, {}, "data.keep_pixels: the adapter Small does not read it"),
+        ({"image_hosts": ["a.example"]}, {}, "data.image_hosts: the adapter Small does not read it"),
     ],
 )
 def test_keys_that_an_adapter_does_not_read_are_refused(
