@@ -29,7 +29,7 @@ from shardtune.models.mixed_precision import compute_in
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import recipe_tokenizer
 from shardtune.models.user_metrics import Measure, Prediction, checked, predicted_loss
-from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
+from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel, check_experts
 from shardtune.parallel.precision import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
@@ -190,6 +190,8 @@ class Adapter(ABC):
     def check_parallel(self, model: nn.Module, layout: Layout) -> None:
         """Refuse what ranks that share rows cannot compute of this model."""
         self.check_tensor_plan(model, layout)
+        if layout.expert > 1:
+            check_experts(model, model.ep_plan if isinstance(model, PreTrainedModel) else {}, layout.expert)
 
     def check_tensor_plan(self, model: nn.Module, layout: Layout) -> None:
         """Refuse a `tensor_plan` that names what the model does not have, and a model without a plan."""

@@ -57,30 +57,38 @@ def apply_model_parallel(
     return ModelParallel((*partial, *adapters), tuple(experts))
 
 
+def check_experts(model: nn.Module, plan: Plan, number: int) -> list[str]:
+    """The names of the modules with experts that so many ranks can share.
+
+    Raises:
+        ParallelError: there are none, or the ranks do not divide their experts.
+    """
+    names = [name for name, style in expanded(model, plan) if style == DISPATCHED]
+    if not names:
+        raise ParallelError(
+            f"{type(model).__name__} declares no experts that could be spread over ranks",
+            where=WHERE,
+            remedy=f"set {WHERE}: 1",
+        )
+    experts = next(model.get_submodule(names[0]).parameters()).shape[0]
+    if experts % number:
+        nearest = max(size for size in range(1, number) if experts % size == 0)
+        raise ParallelError(
+            f"{WHERE}: {number} ranks cannot share {experts} experts evenly", where=WHERE, remedy=f"set it to {nearest}"
+        )
+    return names
+
+
 def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> tuple[list[nn.Module], list[str]]:
     """Distribute whole experts over ranks; transformers' layers route tokens to them and back.
 
     Returns:
         The modules that have experts, and the names of the parameters of their adapters.
     """
-    named = expanded(model, plan)
-    names = [name for name, style in named if style == DISPATCHED]
-    experts = [model.get_submodule(name) for name in names]
-    if not experts:
-        raise ParallelError(
-            f"{type(model).__name__} declares no experts that could be spread over ranks",
-            where=WHERE,
-            remedy=f"set {WHERE}: 1",
-        )
     assert ranks.expert_mesh is not None
-    number = next(experts[0].parameters()).shape[0]
-    if number % ranks.layout.expert:
-        nearest = max(size for size in range(1, ranks.layout.expert) if number % size == 0)
-        raise ParallelError(
-            f"{WHERE}: {ranks.layout.expert} ranks cannot share {number} experts evenly",
-            where=WHERE,
-            remedy=f"set it to {nearest}",
-        )
+    named = expanded(model, plan)
+    names = check_experts(model, plan, ranks.layout.expert)
+    experts = [model.get_submodule(name) for name in names]
     mesh = ranks.expert_mesh["expert"]
     adapters = [parameter for name in names for parameter in spread_adapters(model, name, mesh)]
     apply_expert_parallelism(model, mesh, ranks.tensor_mesh, dict(named))

@@ -68,6 +68,9 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
     check_push(loaded.runner.push_to_hub)
     worker = make_worker(loaded, report=display.report)
     try:
+        if num_ranks(loaded.runner) > 1 and isinstance(worker, SFTWorker):
+            # with a worker of its own, as where ranks are started: the layout is checked that they would have
+            make_worker(loaded, report=lambda _: None).task.check()
         notes = [*loaded.notes, *unused_workers(loaded, worker)]
         set_up(worker, RunContext(report=display.report, notes=notes, tries_loss=True))
         _report_files(worker.task.rows, loaded.data.max_length, display)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune
-from shardtune.errors import ConfigError, DataError
+from shardtune.errors import ConfigError, DataError, ParallelError
 from shardtune.run.dry_run import dry_run, preview
 from tests.support.tiny_run import Tiny, lines, make_tiny, rows, train_on_ranks, write_rows
 
@@ -226,6 +226,18 @@ def test_a_dry_run_refuses_a_monitor_that_is_never_measured(tiny: Tiny) -> None:
         with pytest.raises(ConfigError, match="no evaluation of this run gives 'eval/other/loss'"):
             dry_run(recipe, f"runner.{monitor}", "runner.eval_interval=1")
     assert dry_run(recipe, "runner.best.monitor=eval/one/loss")["train/loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["parallel.expert=2"], "declares no experts that could be spread over ranks"),
+        (["parallel.sequence=2", "model.attn_implementation=sdpa"], "sdpa cannot share sequences among ranks"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_ranks_of_its_recipe_would_refuse(tiny: Tiny, keys: list[str], told: str) -> None:
+    with pytest.raises(ParallelError, match=told):
+        dry_run(tiny.recipe("ranks"), "runner.nproc_per_node=2", *keys)
 
 
 @pytest.mark.parametrize("by", ["rows", "tokens"])
