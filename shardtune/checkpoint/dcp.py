@@ -72,7 +72,7 @@ def save_tensors(
         writer = _Writer(folder, planner)
         dcp.save(_contiguous(tensors), storage_writer=writer, planner=planner, process_group=process_group)
     except (CheckpointException, OSError) as problem:
-        raise _write_error(folder, problem) from problem
+        raise write_error(folder, problem) from problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class PendingSave:
         try:
             self.future.result()
         except (CheckpointException, OSError) as problem:
-            raise _write_error(self.folder, problem) from problem
+            raise write_error(self.folder, problem) from problem
 
 
 def async_save_tensors(
@@ -322,7 +322,8 @@ def _cause(problem: CheckpointException | OSError) -> str:
     raise problem
 
 
-def _write_error(folder: Path, problem: CheckpointException | OSError) -> CheckpointError:
+def write_error(folder: Path, problem: CheckpointException | OSError) -> CheckpointError:
+    """The error for a checkpoint that cannot be written; what is no fault of the disk is raised again."""
     return CheckpointError(
         f"the checkpoint cannot be written: {_cause(problem)}",
         where=str(folder),

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardtune.checkpoint.dcp import PendingSave, async_save_tensors, load_tensors, save_tensors
+from shardtune.checkpoint.dcp import PendingSave, async_save_tensors, load_tensors, save_tensors, write_error
 from shardtune.checkpoint.optimizer import Names, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
 from shardtune.errors import CheckpointError
+from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.weights import Weights
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
@@ -26,7 +27,7 @@ def save_training(
     optimizer: Optimizer,
     state: Mapping[str, object],
     *,
-    writes_state: bool,
+    ranks: Ranks,
     average: Mapping[str, torch.Tensor] | None = None,
     background: Sequence[dist.ProcessGroup | None] | None = None,
 ) -> list[PendingSave]:
@@ -37,17 +38,18 @@ def save_training(
         weights: of the model.
         optimizer: of these weights.
         state: JSON values.
-        writes_state: whether this rank writes `state`.
+        ranks: of the run; rank 0 writes `state`.
         average: of the weights, in the layout of checkpoints, where one is kept.
         background: process groups that nothing else uses, one for each of weights, optimizer and average: return once
             the tensors are copied; the caller waits for the returned saves. None: return when everything is on the
             disk.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written; on every rank.
     """
     tensors = weights.checkpointed()
     moments, description = optimizer_tensors(optimizer, _names(weights), weights)
-    if writes_state:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / STATE_FILE).write_text(json.dumps({**state, "optimizer": description}))
+    _write_state(folder, {**state, "optimizer": description}, ranks)
     if background is None:
         save_tensors(folder / MODEL, tensors)
         save_tensors(folder / OPTIMIZER, moments)
@@ -62,6 +64,19 @@ def save_training(
         async_save_tensors(folder / name, part, process_group=group)
         for (name, part), group in zip(parts.items(), background, strict=True)
     ]
+
+
+def _write_state(folder: Path, state: Mapping[str, object], ranks: Ranks) -> None:
+    failed: CheckpointError | None = None
+    if ranks.is_main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / STATE_FILE).write_text(json.dumps(state))
+        except OSError as problem:
+            failed = write_error(folder, problem)
+    failed = ranks.broadcast(failed)
+    if failed is not None:
+        raise failed
 
 
 def load_training(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import shardtune
+from shardtune.checkpoint.store import CheckpointStore
+from shardtune.checkpoint.training_state import STATE_FILE
 from shardtune.errors import CheckpointError, ConfigError, ModelError
 from tests.support.tiny_run import Tiny, lines, make_tiny
 
@@ -38,6 +42,28 @@ class Empty(Adapter):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_checkpoint_whose_smallest_file_cannot_be_written_is_one_message(tiny: Tiny) -> None:
+    """As with a limit of file sizes: the tensors' files are not even begun."""
+    recipe = tiny.recipe("limited", runner__save_interval=1, runner__max_steps=3)
+    shardtune.train(recipe | {"runner": {**recipe["runner"], "max_steps": 2}})
+    longer = recipe | {"runner": {**recipe["runner"], "allow_changes": ["runner.max_steps"]}}
+    write = Path.write_text
+
+    def refused(path: Path, text: str, *args: Any, **keys: Any) -> int:
+        if path.name == STATE_FILE:
+            raise OSError(errno.EFBIG, "File too large", str(path))
+        return write(path, text, *args, **keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_text", refused)
+        with pytest.raises(CheckpointError, match=r"(?s)checkpoint cannot be written: File too large.*make room"):
+            shardtune.train(longer)
+    assert CheckpointStore(tiny.run("limited") / "checkpoints").latest() == (
+        tiny.run("limited") / "checkpoints" / "global_step_2"
+    )
+    assert [line["step"] for line in lines(shardtune.train(longer).dir)] == [1, 2, 3]
 
 
 def test_an_evaluation_that_fails_after_the_last_step_loses_no_training(tiny: Tiny) -> None:

@@ -396,7 +396,7 @@ class ModelState:
             self.weights,
             self.optimizer,
             state,
-            writes_state=self._ranks.is_main,
+            ranks=self._ranks,
             average=average,
             background=self._groups if background else None,
         )
