@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardtune.config.foreign.sharding import FSDP_CONFIG
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
 from shardtune.config.foreign.training_arguments import LAST_ROWS, SPLIT_BATCHES
-from shardtune.config.foreign.values import as_number, clip, is_on, whole, whole_number
+from shardtune.config.foreign.values import as_number, clip, is_on, optimizer, whole, whole_number
 
 HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
 TOKENIZER = "change the tokenizer's own files, and name them as actor.tokenizer.tokenizer_model"
@@ -89,7 +89,7 @@ TABLE: Table = {
     "embedding_lr": Missing("actor.optim.groups: [{pattern: embed_tokens, lr: RATE}]"),
     "embedding_lr_scale": Missing("actor.optim.groups: [{pattern: embed_tokens, lr: RATE}]"),
     "lr_groups": By("actor.optim.groups: [{pattern: NAME, lr: RATE}]"),
-    "optimizer": By("actor.optim.name: AdamW"),
+    "optimizer": By("actor.optim.name: AdamW", optimizer),
     "optim_args": By("actor.optim.args: {NAME: VALUE}"),
     "optim_target_modules": Missing(
         "actor.optim.name: package.module:Class is any optimizer; actor.optim.groups sets rates by name"

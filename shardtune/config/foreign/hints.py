@@ -67,6 +67,11 @@ def _remedy(entry: Entry, value: object, theirs: str) -> str:
         return f"leave it out; {theirs} is not needed: {entry.why}"
     if isinstance(entry, Missing):
         return f"{theirs} has no counterpart: {entry.remedy}"
+    if isinstance(entry, By) and entry.read is not None and isinstance(value, str):
+        try:
+            return f"write {', '.join(f'{key}: {short(each)}' for key, each in entry.read(value).items())} ({theirs})"
+        except NoCounterpart as reason:
+            return f"did you mean {entry.line.partition(':')[0]}? {reason} ({theirs})"
     if isinstance(entry, By):
         return _line(entry.line, value, theirs)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.values import clip, is_on, whole_number
+from shardtune.config.foreign.values import clip, is_on, optimizer, whole_number
 
 RANKS = whole_number("a number of ranks")
 BACKEND = "the model's own routing and precision are computed; leave it out, and compare"
@@ -86,7 +86,7 @@ TABLE: Table = {
     "teacher_model": By("actor.teacher.model_path: FOLDER or OWNER/NAME"),
     "kd_ratio": By("actor.teacher.ce_share: SHARE"),
     "kd_loss_fn": By("actor.teacher.temperature: T"),
-    "optimizer": By("actor.optim.name: AdamW"),
+    "optimizer": By("actor.optim.name: AdamW", optimizer),
     "lr_scheduler": By("actor.optim.lr_scheduler: cosine (or constant, linear, wsd)"),
     "clip_grad_norm.max_norm": To("actor.optim.clip_grad", clip),
     "checkpoint.enabled": By("runner.save_interval: -1"),

@@ -46,9 +46,11 @@ class By:
 
     Attributes:
         line: the line to write in a recipe instead, for messages.
+        read: our keys for a value, where that decides them by itself; raises `NoCounterpart`.
     """
 
     line: str
+    read: Callable[[object], Mapping[str, object]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

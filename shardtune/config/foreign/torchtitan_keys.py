@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.values import as_number, clip, is_on, whole, whole_number
+from shardtune.config.foreign.values import as_number, clip, is_on, optimizer, whole, whole_number
 
 NAME = "torchtitan"
 NO_PIPELINE = "there is no pipeline: actor.parallel has tensor, sequence and expert"
@@ -17,7 +17,7 @@ TABLE: Table = {
     "model.hf_assets_path": By("actor.model.model_path: FOLDER"),
     "model.tokenizer_path": Missing("actor.tokenizer.tokenizer_model: FOLDER, in the format of transformers"),
     "model.converters": By("actor.model.fp8.scaling: tensorwise"),
-    "optimizer.name": By("actor.optim.name: AdamW"),
+    "optimizer.name": By("actor.optim.name: AdamW", optimizer),
     "optimizer.lr": To("actor.optim.lr", as_number, default=8e-4),
     "optimizer.beta1": To("actor.optim.adam_beta1", as_number, default=0.9),
     "optimizer.beta2": To("actor.optim.adam_beta2", as_number, default=0.95),

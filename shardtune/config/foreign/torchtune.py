@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardtune.config.foreign import rules, torchtune_data
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.values import PRECISIONS, as_number, clip, is_on, listed, number, whole
+from shardtune.config.foreign.values import PRECISIONS, as_number, clip, is_on, listed, number, optimizer, whole
 from shardtune.errors import ConfigError
 
 NAME = "torchtune"
@@ -34,7 +34,7 @@ TABLE: Table = {
     "gradient_accumulation_steps": By("actor.global_batch_size: N (rows of a step over all ranks)"),
     "epochs": By("runner.max_epochs: N"),
     "max_steps_per_epoch": By("runner.max_steps: N"),
-    "optimizer": By("actor.optim.name: AdamW"),
+    "optimizer": By("actor.optim.name: AdamW", optimizer),
     "lr_scheduler": By("actor.optim.lr_scheduler: cosine"),
     "loss": By("nothing: the loss of language models, or actor.loss: FILE.py:FUNCTION"),
     "clip_grad_norm": To("actor.optim.clip_grad", clip),

@@ -6,7 +6,7 @@ from shardtune.config.foreign import rules
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.sharding import FSDP_CONFIG, sharding
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.values import as_number, clip, is_on, listed, number, whole_number
+from shardtune.config.foreign.values import as_number, clip, is_on, listed, number, optimizer, whole_number
 
 HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
 LAST_ROWS = "the rows after the last whole step of an epoch are a smaller step; data.transform may drop rows"
@@ -24,7 +24,7 @@ TRAINING_ARGUMENTS: Table = {
     "lr_scheduler_kwargs": By("actor.optim.min_lr: RATE, or actor.optim.decay_ratio: SHARE"),
     "warmup_steps": By("actor.optim.lr_warmup_steps: N"),
     "warmup_ratio": By("actor.optim.lr_warmup_steps_ratio: SHARE"),
-    "optim": By("actor.optim.name: AdamW"),
+    "optim": By("actor.optim.name: AdamW", optimizer),
     "optim_args": By("actor.optim.args: {NAME: VALUE}"),
     "weight_decay": To("actor.optim.weight_decay", as_number, default=0.0),
     "adam_beta1": To("actor.optim.adam_beta1", as_number),

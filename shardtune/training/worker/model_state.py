@@ -344,7 +344,7 @@ class ModelState:
         self._first_step = FirstStep(self.inner, self.weights)
 
     def begin_first_forwards(self) -> None:
-        """Before the forwards of a first step of several micro-batches, and before nothing else that changes buffers."""
+        """Before the forwards of a first step of several micro-batches, and nothing else that changes buffers."""
         assert self._first_step is not None
         self._first_step.note_buffers()
 
