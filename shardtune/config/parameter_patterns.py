@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _TOWERS = (
     "vision_tower|visual|vision_model|vision_encoder|image_tower|video_tower|vision_backbone|high_res_vision_model"
@@ -41,3 +42,12 @@ def matching(text: str, names: Iterable[str]) -> list[str]:
     found = [name for name in names if re.search(as_pattern(text), name)]
     is_head = text == "language_model" and all(re.search(_HEAD, name) for name in found)
     return [] if is_head else found
+
+
+def remedy_of(text: str, names: Sequence[str]) -> str:
+    """What to write instead of a pattern that matches none of some names: the nearest part or module, or such names."""
+    split = [name.split(".") for name in names]
+    modules = dict.fromkeys(".".join(parts[:end]) for parts in split for end in range(1, len(parts)))
+    words = [*PARTS, *modules, *dict.fromkeys(word for module in modules for word in module.split("."))]
+    near = [word for word in difflib.get_close_matches(text, words, n=3, cutoff=0.75) if matching(word, names)]
+    return (f"did you mean {near[0]}? " if near else "") + f"names look like {', '.join(names[:3])}"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardtune.config import OptimConfig
-from shardtune.config.parameter_patterns import as_pattern
+from shardtune.config.parameter_patterns import as_pattern, remedy_of
 from shardtune.config.rank_layout import Layout
 from shardtune.config.shown import as_written
 from shardtune.config.user_code import named_errors
@@ -257,7 +257,7 @@ def _check_groups(config: OptimConfig, names: Collection[str]) -> None:
             raise ConfigError(
                 f"actor.optim.groups: the pattern {shown} matches no trainable parameter",
                 where="actor.optim.groups",
-                remedy=f"names look like {', '.join(list(names)[:3])}",
+                remedy=remedy_of(group.pattern, list(names)),
             )
         later = list(zip(config.groups, matched, strict=True))[number + 1 :]
         for key in ("lr", "weight_decay"):

@@ -7,7 +7,7 @@ import re
 import pytest
 from torch import nn
 
-from shardtune.config.parameter_patterns import PARTS
+from shardtune.config.parameter_patterns import PARTS, remedy_of
 from shardtune.errors import ConfigError
 from shardtune.training.build.model import freeze
 
@@ -56,3 +56,13 @@ def test_a_head_alone_is_no_language_model() -> None:
         "lm_head.weight",
         "lm_head.bias",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("vision_towr", "vision_tower"), ("modle.layers", "model.layers"), ("q_porj", "q_proj"), ("xyz", "")],
+)
+def test_a_misspelt_pattern_is_answered_with_the_nearest_part_or_module(text: str, near: str) -> None:
+    names = [f"model.{part}.{n}.q_proj.weight" for part in ("layers", "vision_tower.blocks") for n in range(4)]
+    remedy = remedy_of(text, names)
+    assert remedy.startswith(f"did you mean {near}? names look like" if near else "names look like model.layers.0.")

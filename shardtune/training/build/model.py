@@ -18,7 +18,7 @@ from shardtune.checkpoint.module_weights import Supply, check_names, in_files, l
 from shardtune.checkpoint.random_init import initialise_some
 from shardtune.checkpoint.rounded_weights import rounding_notes
 from shardtune.checkpoint.weight_files import WeightTensor
-from shardtune.config.parameter_patterns import matching
+from shardtune.config.parameter_patterns import matching, remedy_of
 from shardtune.config.shown import as_written
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.adapter import WeightSource
@@ -91,7 +91,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             raise ConfigError(
                 f"actor.model.freeze: the pattern {as_written(pattern)} matches no parameter",
                 where="actor.model.freeze",
-                remedy=f"names look like {', '.join(list(names)[:3])}",
+                remedy=remedy_of(pattern, list(names)),
             )
         for parameter in matched:
             parameter.requires_grad_(False)
