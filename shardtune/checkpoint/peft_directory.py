@@ -8,7 +8,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
-import peft
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +29,7 @@ from shardtune.models.lora.attach import (
 )
 from shardtune.models.lora.config import PICKLED, PREFIX, WEIGHTS
 from shardtune.models.lora.init import INITIAL, merged, with_rows
+from shardtune.parallel import peft_names as peft
 from shardtune.parallel.meta_init import shard_of
 
 KEY = "actor.model.lora.load_from"

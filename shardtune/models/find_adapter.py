@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeGuard
 
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.modeling_auto import (
@@ -51,6 +50,7 @@ from shardtune.models.tasks.names import task_class
 from shardtune.models.tasks.task import TextTask
 from shardtune.models.vision.processors import load_processor
 from shardtune.models.vision.vision_language import VisionLanguage
+from shardtune.parallel import peft_names as peft
 
 GIVE_VISION_MODEL = "give the directory of a vision-language model (its config.json names such an architecture)"
 
@@ -145,7 +145,7 @@ def check_in_memory(model: object, tokenizer: object) -> None:
             continue
         is_path = isinstance(value, str | Path)
         is_module = name == "model" and isinstance(value, nn.Module)
-        is_adapted = isinstance(value, PeftModel)
+        is_adapted = peft.is_imported() and isinstance(value, peft.PeftModel)
         raise ConfigError(
             f"{name}= takes an object in memory, a {kind.__name__} of transformers; this is "
             + (f"the text {value}" if is_path else f"a {type(value).__name__}"),

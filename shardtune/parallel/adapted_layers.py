@@ -15,16 +15,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import Linear, ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from shardtune.errors import ParallelError
+from shardtune.parallel import peft_names as peft
 from shardtune.parallel.adapted_names import without_adapter
 from shardtune.parallel.meta_init import local_offsets
 from shardtune.parallel.torch_private.modules import contents
@@ -51,7 +48,7 @@ def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if module in inside:
             continue
         children = module.named_children()
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        if peft.is_imported() and isinstance(module, (peft.BaseTunerLayer, peft.AuxiliaryTrainingWrapper)):
             for key, child in children:
                 inside.update(() if key in ("base_layer", "token_adapter") else child.modules())
         else:
@@ -61,7 +58,7 @@ def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def trains_rows(model: nn.Module, name: str) -> bool:
     """Whether a layer is an embedding or a head of which rows are trained, which has to be whole."""
     outer = without_adapter(name)
-    return outer != name and isinstance(model.get_submodule(outer), AuxiliaryTrainingWrapper)
+    return outer != name and isinstance(model.get_submodule(outer), peft.AuxiliaryTrainingWrapper)
 
 
 def share_adapter(model: nn.Module, name: str, style: str, ranks: DeviceMesh) -> None:
@@ -80,11 +77,11 @@ def share_adapter(model: nn.Module, name: str, style: str, ranks: DeviceMesh) ->
     layer = model.get_submodule(outer)
     if outer == name:
         return
-    if style in WHOLE and isinstance(layer, LoraLayer):
+    if style in WHOLE and isinstance(layer, peft.LoraLayer):
         return
     if style not in FACTORS:
         raise _not_shared(outer, f"is shared by the style {style}")
-    if not isinstance(layer, Linear) or not isinstance(layer.get_base_layer(), nn.Linear):
+    if not isinstance(layer, peft.Linear) or not isinstance(layer.get_base_layer(), nn.Linear):
         raise _not_shared(outer, f"has an adapter of the class {type(layer).__module__}.{type(layer).__name__}")
     for adapter in layer.lora_A:
         if layer.use_dora[adapter]:
@@ -113,10 +110,10 @@ def spread_adapters(model: nn.Module, name: str, ranks: DeviceMesh) -> list[str]
         ParallelError: they have an adapter that is no LoRA for parameters.
     """
     outer, experts = without_adapter(name), model.get_submodule(name)
-    wrappers: list[ParamWrapper] = []
+    wrappers: list[peft.ParamWrapper] = []
     layer = model.get_submodule(outer)
     while layer is not experts:
-        if not isinstance(layer, ParamWrapper):
+        if not isinstance(layer, peft.ParamWrapper):
             raise ParallelError(
                 f"{outer} has an adapter of the class {type(layer).__name__}, which cannot be spread with its experts",
                 where="actor.parallel.expert",
@@ -131,7 +128,9 @@ def spread_adapters(model: nn.Module, name: str, ranks: DeviceMesh) -> list[str]
     return [key for key, parameter in model.named_parameters() if parameter in own]
 
 
-def _with_factors(experts: nn.Module, wrappers: list[ParamWrapper], ranks: DeviceMesh) -> Callable[..., torch.Tensor]:
+def _with_factors(
+    experts: nn.Module, wrappers: list[peft.ParamWrapper], ranks: DeviceMesh
+) -> Callable[..., torch.Tensor]:
     """A forward of this rank's experts, whose weights are plain tensors then, with their LoRA added to them."""
     compute, rank = experts.forward, ranks.get_local_rank()
     number = wrappers[0].num_experts // ranks.size()

@@ -16,13 +16,7 @@ from pickle import UnpicklingError
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeGuard
 
-import peft
 import torch
-from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
-from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import TrainableTokensWrapper
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -50,18 +44,18 @@ from shardtune.models.lora.methods import inject_other, is_other, other_config, 
 from shardtune.models.lora.nf4 import NF4Linear, to_nf4
 from shardtune.models.new_tokens import KEY as ROWS
 from shardtune.models.new_tokens import check_rows, trained_rows
+from shardtune.parallel import peft_names as peft
 from shardtune.parallel.torch_private.modules import contents, own_persistent_buffers
 
 ADAPTER = "default"
 """PEFT's name for an adapter that is the only one."""
-WRAPPING = (BaseTunerLayer, TrainableTokensWrapper)
 
 if TYPE_CHECKING:
 
-    class AdaptedLayer(BaseTunerLayer, nn.Module):
+    class AdaptedLayer(peft.BaseTunerLayer, nn.Module):
         """A layer of PEFT: each is both, though `BaseTunerLayer` itself is no module."""
 
-    class AdaptedByLora(LoraLayer, nn.Module):
+    class AdaptedByLora(peft.LoraLayer, nn.Module):
         """A layer of a LoRA."""
 
 
@@ -236,13 +230,13 @@ def keep_in_nf4(model: nn.Module, dtype: torch.dtype) -> str:
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether a model has an adapter."""
-    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+    return peft.is_imported() and any(isinstance(module, peft.BaseTunerLayer) for module in model.modules())
 
 
 def detach_adapter(model: nn.Module) -> None:
     """Remove the adapter from a model; the base weights are left as they are."""
     for name, layer in [*lora_layers(model), *token_rows(model)]:
-        below: nn.Module = layer.token_adapter.base_layer if isinstance(layer, TrainableTokensWrapper) else layer
+        below: nn.Module = layer.token_adapter.base_layer if isinstance(layer, peft.TrainableTokensWrapper) else layer
         while is_adapted_layer(below):
             below = below.get_submodule("base_layer")
         parent, _, child = name.rpartition(".")
@@ -292,9 +286,11 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
             yield name, module
 
 
-def token_rows(model: nn.Module) -> list[tuple[str, TrainableTokensWrapper]]:
+def token_rows(model: nn.Module) -> list[tuple[str, peft.TrainableTokensWrapper]]:
     """PEFT's wrappers of embeddings and heads that are trained by rows, with their names."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, TrainableTokensWrapper)]
+    if not peft.is_imported():
+        return []
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, peft.TrainableTokensWrapper)]
 
 
 def base_tensors(model: nn.Module) -> Iterator[BaseTensor]:
@@ -312,10 +308,14 @@ def _below(module: nn.Module, own: str, name: str) -> Iterator[BaseTensor]:
     for key, child in contents(module)[2].items():
         if child is None:
             continue
-        if not isinstance(module, WRAPPING):
+        if not _wraps(module):
             yield from _below(child, join(own, key), join(name, key))
         elif key in ("base_layer", "token_adapter"):
             yield from _below(child, join(own, key), name)
+
+
+def _wraps(module: nn.Module) -> bool:
+    return peft.is_imported() and isinstance(module, (peft.BaseTunerLayer, peft.TrainableTokensWrapper))
 
 
 def trainable_patterns(
@@ -355,14 +355,14 @@ def _inject(made: peft.LoraConfig, model: nn.Module) -> None:
 
 def _check_reach(model: nn.Module, names: Collection[str] | None) -> None:
     """Refuse an adapter on other modules than intended, or on ones that do not work when sharded."""
-    adapted = {name for name, layer in lora_layers(model) if not isinstance(layer, ParamWrapper)}
+    adapted = {name for name, layer in lora_layers(model) if not isinstance(layer, peft.ParamWrapper)}
     if names is not None and adapted != set(names):
         raise ConfigError(
             f"PEFT adapts other modules than those named: {', '.join(sorted(adapted ^ set(names))[:3])}",
             where=f"{SECTION}.target_modules",
             remedy="name them otherwise",
         )
-    unsupported = [name for name, layer in lora_layers(model) if isinstance(layer, MultiheadAttention)]
+    unsupported = [name for name, layer in lora_layers(model) if isinstance(layer, peft.MultiheadAttention)]
     if unsupported:
         raise ConfigError(
             f"{unsupported[0]} is an nn.MultiheadAttention, whose adapter would be merged and removed in every forward",
@@ -372,8 +372,9 @@ def _check_reach(model: nn.Module, names: Collection[str] | None) -> None:
 
 
 def is_adapted_layer(module: nn.Module) -> TypeGuard[AdaptedLayer]:
-    return isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer)
+    wraps = peft.is_imported() and isinstance(module, peft.BaseTunerLayer)
+    return wraps and not isinstance(module, peft.TrainableTokensLayer)
 
 
 def is_lora_layer(module: nn.Module) -> TypeGuard[AdaptedByLora]:
-    return isinstance(module, LoraLayer)
+    return peft.is_imported() and isinstance(module, peft.LoraLayer)

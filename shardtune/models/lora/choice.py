@@ -10,13 +10,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-import peft
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.other import get_pattern_key
 from torch import nn
 
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
+from shardtune.parallel import peft_names as peft
 
 T = TypeVar("T", int, str)
 SECTION = "actor.model.lora"
@@ -79,18 +77,18 @@ def own_values(key: str, patterns: Mapping[str, float], names: Collection[str]) 
     Raises:
         ConfigError: a pattern that decides about no name.
     """
-    decided = {name: get_pattern_key(list(patterns), name) for name in names}
+    decided = {name: peft.get_pattern_key(list(patterns), name) for name in names}
     for pattern in patterns:
         if pattern in decided.values():
             continue
-        matched = [name for name in names if get_pattern_key([pattern], name) == pattern]
+        matched = [name for name in names if peft.get_pattern_key([pattern], name) == pattern]
         if matched:
             what = f"decides about no module: an earlier pattern matches {matched[0]}" + ", …" * (len(matched) > 1)
             remedy = "write the narrower pattern first"
         else:
             what, remedy = "matches no adapted module", _near(pattern, names)
         raise ConfigError(f"{SECTION}.{key}: {pattern} {what}", where=f"{SECTION}.{key}", remedy=remedy)
-    if all(get_pattern_key(sorted(patterns), name) == pattern for name, pattern in decided.items()):
+    if all(peft.get_pattern_key(sorted(patterns), name) == pattern for name, pattern in decided.items()):
         return dict(patterns)
     return {f"^{re.escape(name)}": patterns[pattern] for name, pattern in decided.items() if pattern in patterns}
 
@@ -162,7 +160,7 @@ def _lies_in(name: str, layers: list[int], patterns: str | list[str]) -> bool:
     trial = peft.LoraConfig(
         target_modules=[name.rpartition(".")[2]], layers_to_transform=layers, layers_pattern=patterns or None
     )
-    return "." in name and bool(check_target_module_exists(trial, name))
+    return "." in name and bool(peft.check_target_module_exists(trial, name))
 
 
 def _near(wrong: str, names: Iterable[str]) -> str:

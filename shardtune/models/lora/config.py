@@ -8,8 +8,6 @@ from collections.abc import Collection, Sequence
 from copy import deepcopy
 from pathlib import Path
 
-import peft
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -17,6 +15,7 @@ from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
 from shardtune.models.lora.choice import SECTION, chosen, in_layers, is_pattern, own_values
 from shardtune.models.lora.linear_layers import LINEAR, lost_when_loaded, uncalled, unlike_linear
+from shardtune.parallel import peft_names as peft
 
 ALL_LINEAR = "all-linear"
 CONFIG_FILE = "adapter_config.json"
@@ -299,7 +298,7 @@ def _not_renamed(
         return names
     trial = deepcopy(made)
     trial.target_modules = list(names)
-    convert_peft_config_for_transformers(trial, model, None)
+    peft.convert_peft_config_for_transformers(trial, model, None)
     remaining = set(trial.target_modules or ()) - lost_when_loaded(made, model, names)
     taken = [name for name in names if name not in remaining]
     if not taken:

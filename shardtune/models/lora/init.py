@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, PeftConfig
-from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -29,6 +27,7 @@ from shardtune.models.lora.attach import (
 )
 from shardtune.models.lora.config import SUBTRACTING
 from shardtune.models.lora.nf4 import NF4Linear, decode
+from shardtune.parallel import peft_names as peft
 from shardtune.parallel.meta_init import fill
 from shardtune.parallel.torch_private.modules import contents, set_contents
 
@@ -60,7 +59,7 @@ def initialise_adapter(model: nn.Module, seed: int) -> None:
         ConfigError: PEFT cannot initialise a layer in this way.
     """
     config = adapter_config(model)
-    if isinstance(config, LoraConfig):
+    if isinstance(config, peft.LoraConfig):
         for name, layer in (pair for each in lora_layers(model) for pair in _nested(*each)):
             made = _initialised_copy(name, layer, config, seed)
             _copy_back(layer, made, subtracted=_init_is_one_of(config, SUBTRACTING))
@@ -91,7 +90,7 @@ def merged(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @torch.no_grad()
-def with_rows(wrapper: TrainableTokensWrapper) -> torch.Tensor:
+def with_rows(wrapper: peft.TrainableTokensWrapper) -> torch.Tensor:
     """The unsharded weight of an embedding or head with its trained rows; all ranks call it."""
     rows = wrapper.token_adapter
     weight = _whole(rows.base_layer.get_parameter("weight").detach()).clone()
@@ -104,7 +103,7 @@ def changes_base(model: nn.Module) -> bool:
     return _init_is_one_of(adapter_config(model), SUBTRACTING)
 
 
-def _initialised_copy(name: str, layer: AdaptedByLora, config: LoraConfig, seed: int) -> AdaptedByLora:
+def _initialised_copy(name: str, layer: AdaptedByLora, config: peft.LoraConfig, seed: int) -> AdaptedByLora:
     """A copy of a layer, initialised by PEFT: factors in fp32, magnitudes in fp64 if the weights are."""
     decomposes = _init_is_one_of(config, DECOMPOSING)
 
@@ -138,7 +137,7 @@ def _initialised_copy(name: str, layer: AdaptedByLora, config: LoraConfig, seed:
     return made
 
 
-def _init_magnitudes_in_fp64(layer: nn.Module, made: AdaptedByLora, config: LoraConfig) -> None:
+def _init_magnitudes_in_fp64(layer: nn.Module, made: AdaptedByLora, config: peft.LoraConfig) -> None:
     """Initialise DoRA's magnitudes of a copy once more, from the weights in fp64."""
     made.double()
     for name, tensor in _copied(layer, _values).named_parameters():
@@ -158,8 +157,8 @@ def _copy_back(layer: AdaptedByLora, made: nn.Module, *, subtracted: bool) -> No
             factor.register_buffer(INITIAL, factor.get_parameter("weight").detach().clone(), persistent=False)
 
 
-def _init_is_one_of(config: PeftConfig, names: tuple[str, ...]) -> bool:
-    return isinstance(config, LoraConfig) and str(config.init_lora_weights).startswith(names)
+def _init_is_one_of(config: peft.PeftConfig, names: tuple[str, ...]) -> bool:
+    return isinstance(config, peft.LoraConfig) and str(config.init_lora_weights).startswith(names)
 
 
 def _nested(name: str, layer: nn.Module) -> Iterator[tuple[str, AdaptedByLora]]:

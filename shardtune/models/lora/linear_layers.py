@@ -7,12 +7,12 @@ import inspect
 import re
 from collections.abc import Sequence
 
-import peft
 import torch
-from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from shardtune.parallel import peft_names as peft
 
 LINEAR = (nn.Linear, Conv1D)
 PREFIX = "base_model.model."
@@ -72,5 +72,5 @@ def lost_when_loaded(made: peft.LoraConfig, model: PreTrainedModel, names: Seque
     """The modules whose LoRA PEFT would not find in a file, as it renames what it reads in this kind of model."""
     keys = {f"{PREFIX}{name}.lora_A.weight": name for name in names}
     read = {key: torch.empty(1, 1, device="meta") for key in keys}
-    renamed = convert_peft_adapter_state_dict_for_transformers(model, made, read)
+    renamed = peft.convert_peft_adapter_state_dict_for_transformers(model, made, read)
     return {name for key, name in keys.items() if key not in renamed}

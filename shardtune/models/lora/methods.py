@@ -14,17 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import peft
 import torch
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils.peft_types import PeftType
 from torch import nn
 
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
 from shardtune.models.lora.choice import SECTION
 from shardtune.models.lora.config import class_name, ends, read_config
+from shardtune.parallel import peft_names as peft
 from shardtune.parallel.torch_private.modules import contents, set_parameter
 
 KEY = f"{SECTION}.peft"
@@ -122,9 +119,9 @@ def stored_other_config(directory: Path) -> peft.PeftConfig:
 def _config_class(name: str) -> type[peft.PeftConfig]:
     """The config of a method by its name, in any case, with or without Config."""
     word = name.upper().removesuffix("CONFIG").replace("-", "_")
-    types = {kind.value: kind for kind in PeftType}
+    types = {kind.value: kind for kind in peft.PeftType}
     if word in TRAINED:
-        return PEFT_TYPE_TO_CONFIG_MAPPING[types[word]]
+        return peft.PEFT_TYPE_TO_CONFIG_MAPPING[types[word]]
     if word == "LORA":
         raise ConfigError(
             f"{KEY} is for other methods than LoRA", where=KEY, remedy=f"set the keys of {SECTION} itself"
@@ -132,10 +129,10 @@ def _config_class(name: str) -> type[peft.PeftConfig]:
     if word not in types:
         near = difflib.get_close_matches(word, TRAINED, n=3) or TRAINED
         raise ConfigError(f"{KEY}: PEFT has no method {name}", where=KEY, remedy=f"methods are {', '.join(near)}")
-    tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(types[word])
-    if tuner is None or not issubclass(tuner, BaseTuner):
+    tuner = peft.PEFT_TYPE_TO_TUNER_MAPPING.get(types[word])
+    if tuner is None or not issubclass(tuner, peft.BaseTuner):
         why = "changes the model's inputs or attention, for which rows are not prepared here"
-    elif types[word] == PeftType.ADALORA:
+    elif types[word] == peft.PeftType.ADALORA:
         why = "changes ranks between steps, by code that PEFT leaves to the training loop"
     elif tuner.uses_shared_state:
         why = "has tensors that several layers share outside of them"
@@ -170,7 +167,7 @@ def inject_other(made: peft.PeftConfig, model: nn.Module, seed: int, compute: to
             where=KEY,
             remedy="choose other modules, or leave out what the message names",
         ) from error
-    own = [module for layer in model.modules() if isinstance(layer, BaseTunerLayer) for module in _parts(layer)]
+    own = [module for layer in model.modules() if isinstance(layer, peft.BaseTunerLayer) for module in _parts(layer)]
     for module in own:
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
