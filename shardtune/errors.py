@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that control a terminal, change the direction of text, or are none."""
@@ -96,6 +100,65 @@ class ParallelError(ShardtuneError):
 
 class CheckpointError(ShardtuneError):
     """A checkpoint or run directory cannot be read, written or continued."""
+
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a disk, or of a user's share of one, that is full, or of a file that may not grow."""
+_DISK_REMEDIES: Mapping[int, str] = {
+    **dict.fromkeys(FULL, "make room there (df -h, quota, ulimit -f), and run the same command again"),
+    errno.EROFS: "mount the disk for writing, or choose another directory",
+    errno.EIO: "check the disk (dmesg), and run the same command again",
+}
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""In messages of packages in Rust, whose exceptions are no OSError."""
+
+
+def disk_error(error: BaseException) -> CheckpointError | None:
+    """The error for the user of one that comes from a disk which is full, read-only or broken; None for any other."""
+    if isinstance(error, ShardtuneError):
+        return None
+    for cause in _causes(error):
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number is None and (told := _OS_ERROR.search(str(cause))):
+            number = int(told[1])
+        if number is None or number not in _DISK_REMEDIES:
+            continue
+        why = os.strerror(number)
+        file = cause.filename if isinstance(cause, OSError) and isinstance(cause.filename, str | bytes) else None
+        return CheckpointError(
+            f"a file cannot be read or written: {why}" if number == errno.EIO else f"a file cannot be written: {why}",
+            where=_line_of(cause) if file is None else os.fsdecode(file),
+            remedy=_DISK_REMEDIES[number],
+        )
+    return None
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Errors of a disk inside as `disk_error` has them."""
+    try:
+        yield
+    except Exception as error:
+        found = disk_error(error)
+        if found is None:
+            raise
+        raise found from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        yield error
+        seen.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _line_of(error: BaseException) -> str | None:
+    """The last line of this package that an error passed through, or else the last of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename.startswith(os.path.dirname(__file__))]
+    last = (own or frames)[-1:]
+    return f"{last[0].filename}:{last[0].lineno}: {last[0].line}" if last else None
 
 
 def lost_a_peer(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint.at_once import at_once
-from shardtune.data.durable import sync_folder
+from shardtune.data.durable import naming, sync_folder, write_text
 from shardtune.errors import CheckpointError
 
 _ASIDE = re.compile(r"\.(.+)\.old-[0-9a-f]{8}")
@@ -23,7 +23,8 @@ def sync_file(path: Path) -> None:
     """Waits until a file's bytes are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -43,27 +44,14 @@ def sync_tree(folder: Path, durable: Collection[str] = ()) -> None:
         sync_folder(Path(parent))
 
 
-def write_text(path: Path, text: str, *, durably: bool = True) -> None:
-    """Replaces a file in one step: a reader sees the old text or the new one.
-
-    Args:
-        path: of the file.
-        text: its new content.
-        durably: wait until it is on the disk; False where its folder is synced as a whole.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            if durably:
-                stream.flush()
-                os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if durably:
-        sync_folder(path.parent)
+def write_output(path: Path, text: str) -> None:
+    """Replaces a file that a user names, as `write_text`: of a link what it leads to; into a device it is written."""
+    target = path.resolve()
+    if target.is_file() or not target.exists():
+        write_text(target, text, durably=False)
+        return
+    with naming(path):
+        path.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object, *, durably: bool = True) -> None:

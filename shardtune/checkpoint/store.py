@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import (
@@ -125,10 +126,15 @@ class CheckpointStore:
         return {name: path.name for name, path in named.items() if path is not None and not path.is_dir()}
 
     def open(self) -> None:
-        """Make the folder, with an id of the run; from now on it is not made again if it disappears (rank 0)."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if read_run_id(self.folder) is None:
-            write_run_id(self.folder, self.run())
+        """Make the folder, with an id of the run; from now on it is not made again if it disappears (rank 0).
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        with _writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if read_run_id(self.folder) is None:
+                write_run_id(self.folder, self.run())
         self._opened = True
 
     def require_space(self, needed: int) -> None:
@@ -186,7 +192,7 @@ class CheckpointStore:
         """
         self.require_space(needed_bytes)
         temporary = self.folder / f".global_step_{step}.tmp-{uuid.uuid4().hex[:8]}"
-        try:
+        with _writing(self.folder):
             if not self._opened:
                 self.open()
             elif not self.folder.is_dir():
@@ -196,8 +202,6 @@ class CheckpointStore:
                 self.prune()
             temporary.mkdir()
             self._begun.add(temporary.name)
-        except OSError as problem:
-            raise _unwritable(self.folder, problem) from problem
         return temporary
 
     def commit(self, temporary: Path, step: int, state: Mapping[str, object], *, best: bool = False) -> Path:
@@ -212,7 +216,7 @@ class CheckpointStore:
             CheckpointError: the disk is full or cannot be written.
         """
         target = self.path(step)
-        try:
+        with _writing(temporary):
             copy_records(self.folder.parent, temporary)
             known = _known_checksums(temporary)
             StateFile(step, dict(state), _checksums(temporary, known), self.run()).write(temporary)
@@ -223,8 +227,6 @@ class CheckpointStore:
             if best:
                 self.mark_best(step)
             self.prune()
-        except OSError as problem:
-            raise _unwritable(temporary, problem) from problem
         return target
 
     def _step_aside(self, target: Path) -> None:
@@ -241,38 +243,41 @@ class CheckpointStore:
             best: also point `best` at it.
 
         Raises:
-            CheckpointError: there is none of `step`.
+            CheckpointError: there is none of `step`, or the disk is full or cannot be written.
         """
         target = open_checkpoint(self.path(step))
         known = StateFile.read(target)
-        if known.state != dict(state):
-            known.with_state(state).write(target)
-        if best:
-            self.mark_best(step)
-            self.prune()  # of the best one before
+        with _writing(target):
+            if known.state != dict(state):
+                known.with_state(state).write(target)
+            if best:
+                self.mark_best(step)
+                self.prune()  # of the best one before
         return target
 
     def mark_best(self, step: int) -> None:
         """Points `best` at a complete checkpoint.
 
         Raises:
-            CheckpointError: there is none of `step`.
+            CheckpointError: there is none of `step`, or the disk is full or cannot be written.
         """
         target = open_checkpoint(self.path(step))
-        point_to(self.folder / "best", target.name)
+        with _writing(self.folder):
+            point_to(self.folder / "best", target.name)
 
     def go_back_to(self, step: int) -> None:
         """Makes the checkpoint of `step` the latest; later ones are abandoned, and removed at the next save.
 
         Raises:
-            CheckpointError: there is none of `step`.
+            CheckpointError: there is none of `step`, or the disk is full or cannot be written.
         """
         name = open_checkpoint(self.path(step)).name
-        if self._pointed() != self.path(step):
-            write_text(self.folder / "latest", name + "\n")
-        best = self.best()
-        if best is not None and _step_of(best) > step:
-            (self.folder / "best").unlink()
+        with _writing(self.folder):
+            if self._pointed() != self.path(step):
+                write_text(self.folder / "latest", name + "\n")
+            best = self.best()
+            if best is not None and _step_of(best) > step:
+                (self.folder / "best").unlink()
 
     def faults(self) -> dict[str, str]:
         """The incomplete checkpoints and those of other runs: name to what is wrong, without reading contents."""
@@ -433,9 +438,14 @@ def _checksums(folder: Path, known: Mapping[str, Parts]) -> dict[str, Parts]:
     return {name: known.get(name) or file_parts(folder / name) for name in names}
 
 
-def _unwritable(folder: Path, problem: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint cannot be written: {problem.strerror or problem}",
-        where=str(problem.filename or folder),
-        remedy="make room or give write permission, or set runner.logger.log_path to another directory",
-    )
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an error of the disk into one that names the file, or else the folder."""
+    try:
+        yield
+    except OSError as problem:
+        raise CheckpointError(
+            f"the checkpoint cannot be written: {problem.strerror or problem}",
+            where=str(problem.filename or folder),
+            remedy="make room or give write permission, or set runner.logger.log_path to another directory",
+        ) from problem

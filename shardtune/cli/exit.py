@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import traceback
@@ -11,19 +10,25 @@ from typing import Any, NoReturn, TypeGuard
 
 import typer
 
-from shardtune.errors import ConfigError, Interrupted, ShardtuneError, lost_a_peer, printable
+from shardtune.errors import (
+    FULL,
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    ShardtuneError,
+    disk_error,
+    lost_a_peer,
+    printable,
+)
 from shardtune.launch.exit_codes import note_exit_code
 from shardtune.launch.signals import ignored
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 """click's class of parse errors, from the copy of click that typer uses; typed as its subclass."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk, or of a user's share of one, that is full."""
-
 
 def _as_users(error: BaseException) -> BaseException:
-    """An error in the user's own code as an error in the user's input; any other as it is."""
+    """An error of the user's own code, or of a disk, as an error in the user's input; any other as it is."""
     from shardtune.cli.out_of_memory import explain_out_of_memory
     from shardtune.config.user_code import user_fault
     from shardtune.launch.local import RankFailed
@@ -34,7 +39,13 @@ def _as_users(error: BaseException) -> BaseException:
         return error.__cause__
     if isinstance(error, (ShardtuneError, Interrupted, RankFailed)) or lost_a_peer(error):
         return error
-    return error if explain_out_of_memory(error) else (user_fault(error) or error)
+    if _is_of_output(error):
+        return CheckpointError(
+            f"what is printed cannot be written: {os.strerror(error.errno or 0)}",
+            where="the output of this command",
+            remedy="make room where it is redirected to",
+        )
+    return error if explain_out_of_memory(error) else (user_fault(error) or disk_error(error) or error)
 
 
 def _ended_input(error: BaseException) -> BaseException:
@@ -89,16 +100,25 @@ def _print(error: BaseException) -> int:
         text = "interrupted"
     else:
         code, text = _explain(error)
-    if launched:
-        from shardtune.launch.local import write_report
-
-        write_report(int(rank), error, text)
-    elif rank == "0" or not (isinstance(error, Interrupted) and error.together):
+    if launched and _reported(int(rank), error, text):
+        return code
+    if launched or rank == "0" or not (isinstance(error, Interrupted) and error.together):
         kind = "" if isinstance(error, Interrupted) else "error: "
         prefix = f"rank {rank}: " if "RANK" in os.environ else ""
         with suppress(OSError):
             print(f"{prefix}{kind}{printable(text)}", file=sys.stderr)
     return code
+
+
+def _reported(rank: int, error: BaseException, text: str) -> bool:
+    """Report an error to the launcher, which shows it; returns whether that could be written."""
+    from shardtune.launch.local import write_report
+
+    try:
+        write_report(rank, error, text)
+    except OSError:  # the disk of temporary files is full as well
+        return False
+    return True
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
@@ -113,8 +133,6 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
         who = ended_peers() or "another rank"
         return 1, f"{who} has ended; its error is the cause ({str(error).strip().splitlines()[-1][:200]})"
-    if _is_of_output(error):
-        return 1, f"what is printed cannot be written: {os.strerror(error.errno or 0)}"
     return 1, explain_out_of_memory(error) or "".join(traceback.format_exception(error))
 
 

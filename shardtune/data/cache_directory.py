@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardtune.data.checksum import is_sealed, sealed
+from shardtune.data.durable import naming
 from shardtune.data.own_files import tag_cache
 from shardtune.errors import DataError, printable
 
@@ -172,12 +173,16 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
         sync: wait until it is on the disk; without that, a machine that loses power may leave a part of it.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    with partial.open("wb") as file:
-        file.write(content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with naming(path), partial.open("wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def spool(write: Callable[[Path], object], suffix: str, root: Path) -> Path:

@@ -14,6 +14,7 @@ from shardtune.config import EvalConfig
 from shardtune.config.shown import as_written
 from shardtune.config.user_code import load_function
 from shardtune.data.cache.dataset import TokenDataset
+from shardtune.data.durable import write_text
 from shardtune.errors import ConfigError, legible
 from shardtune.evaluate.generate import Matcher, decoded
 from shardtune.models.recipe_hooks import OF_ANSWERS
@@ -129,4 +130,4 @@ class Answers:
         folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(sample, ensure_ascii=False) for sample in self.samples]
         file = folder / f"step_{step}{'_' + name if name else ''}.jsonl"
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_text(file, "\n".join(lines) + "\n", durably=False)

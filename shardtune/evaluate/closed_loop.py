@@ -12,6 +12,7 @@ import numpy as np
 
 from shardtune.batch.seeds import derive_seed
 from shardtune.config import Recipe
+from shardtune.data.durable import write_text
 from shardtune.errors import ModelError
 from shardtune.evaluate.environments.find import (
     EnvironmentSource,
@@ -136,7 +137,7 @@ class Score:
         """Write the table of episodes."""
         folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(asdict(episode), ensure_ascii=False) for episode in self.episodes]
-        (folder / TABLE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_text(folder / TABLE, "\n".join(lines) + "\n", durably=False)
 
 
 def wilson_interval(successes: int, number: int, z: float = Z_95) -> tuple[float, float]:

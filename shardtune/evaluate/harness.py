@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardtune.config import Recipe
 from shardtune.config.values import OF_HARNESS_MODEL, TASK_FILES
+from shardtune.data.durable import write_text
 from shardtune.errors import ConfigError
 from shardtune.parallel.ranks import Ranks
 
@@ -119,8 +120,8 @@ def keep(results: Mapping[str, Any], folder: Path, plain: Callable[[object], obj
     """
     folder.mkdir(parents=True, exist_ok=True)
     table = {name: value for name, value in results.items() if name != "samples"}
-    (folder / RESULTS).write_text(json.dumps(table, indent=2, default=plain, ensure_ascii=False), encoding="utf-8")
+    write_text(folder / RESULTS, json.dumps(table, indent=2, default=plain, ensure_ascii=False), durably=False)
     answers: Mapping[str, Sequence[object]] = results.get("samples", {})
     for task, lines in answers.items():
         text = "".join(json.dumps(line, default=plain, ensure_ascii=False) + "\n" for line in lines)
-        (folder / f"harness_{task.replace('/', '_')}.jsonl").write_text(text, encoding="utf-8")
+        write_text(folder / f"harness_{task.replace('/', '_')}.jsonl", text, durably=False)

@@ -315,6 +315,13 @@ def raise_outcome(
     ended = [rank for rank, code in enumerate(codes) if code is not None and rank not in noticed]
     if ended and (reports or any(codes) or None in codes):
         rank = next((rank for rank in ended if codes[rank]), ended[0])
+        printed = next((rank for rank in ended if codes[rank] == ShardtuneError.exit_code), None)
+        if printed is not None:
+            raise ReportedError(
+                f"rank {printed} has ended with the error that it has printed, and could not report it: there may be "
+                f"no room in {tempfile.gettempdir()}",
+                printed,
+            )
         raise RankFailed(
             f"rank {rank} ended with exit code {codes[rank]} and without an error, before its work was done (os._exit?)"
             "; the other ranks have been ended"

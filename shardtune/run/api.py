@@ -13,7 +13,7 @@ from shardtune.batch.seeds import generators_kept
 from shardtune.checkpoint.checksums import directory_faults
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import import_plugins
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, disk_errors
 from shardtune.launch.local import is_launched
 from shardtune.launch.signals import listening
 from shardtune.models.find_adapter import check_in_memory
@@ -59,7 +59,7 @@ def train(
         ShardtuneError: an error that the user can fix; raised before anything is written where possible.
         Interrupted: stopped by a signal, after saving; calling again continues.
     """
-    with recipe_settings(), generators_kept():
+    with recipe_settings(), generators_kept(), disk_errors():
         return _train_from(recipe, overrides, Objects(model, tokenizer, train_data, eval_data), recording)
 
 

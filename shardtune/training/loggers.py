@@ -8,9 +8,10 @@ import math
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -19,8 +20,8 @@ from typing import Protocol
 from shardtune.config.schema.runner import LoggerConfig
 from shardtune.config.secrets import without_secrets
 from shardtune.config.yaml_text import yaml_text
-from shardtune.data.durable import sync_folder
-from shardtune.errors import CheckpointError, ConfigError, ShardtuneError
+from shardtune.data.durable import Lines, sync_folder
+from shardtune.errors import CheckpointError, ConfigError, ShardtuneError, disk_error
 from shardtune.launch.events import restart_count
 from shardtune.training.experiment.background import Background
 from shardtune.training.experiment.checks import check_services
@@ -60,34 +61,32 @@ class JsonLines:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / METRICS_FILE
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
-        sync_folder(run_dir)
+        with self._written():
+            self._lines = Lines(self._path)
+            sync_folder(run_dir)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        try:
-            self._file.write(json.dumps({"step": step, **as_json_numbers(metrics)}) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
+        with self._written():
+            self._lines.add(json.dumps({"step": step, **as_json_numbers(metrics)}))
 
     def sync(self) -> None:
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise self._unwritable(error) from error
+        with self._written():
+            self._lines.sync()
 
     def close(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:  # what a full disk has refused before is tried once more
-            raise self._unwritable(error) from error
+        with self._written():
+            self._lines.close()
 
-    def _unwritable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"the metrics cannot be written: {error.strerror or error}",
-            where=str(self._path),
-            remedy="make room on the disk; the same command continues from the last checkpoint",
-        )
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"the metrics cannot be written: {error.strerror or error}",
+                where=str(self._path),
+                remedy="make room on the disk; the same command continues from the last checkpoint",
+            ) from error
 
 
 class TensorBoard:
@@ -97,6 +96,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         folder, done = run.run_dir / "tensorboard", run.done
+        _silence_writers()
         if not run.resumed:
             shutil.rmtree(folder, ignore_errors=True)
         self._writer = SummaryWriter(str(folder), purge_step=done + 1 if run.resumed else None)
@@ -117,6 +117,18 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+@cache
+def _silence_writers() -> None:
+    """Print no traceback of what ends a thread of tensorboard: the next write into its file raises the same."""
+    others = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            others(failed)
+
+    threading.excepthook = hook
 
 
 def _cell(value: object) -> str:
@@ -274,7 +286,7 @@ def _start(name: str, run: LoggedRun, report: Callable[[str], None]) -> Backend 
         raise
     except Exception as error:  # of any kind: each package has its own
         if not run.resumed:
-            raise _not_started(name, error) from error
+            raise (disk_error(error) or _not_started(name, error)) from error
         report(f"{name} could not be started and logs nothing; training goes on: {_described(error)}")
         return None
 

@@ -15,7 +15,7 @@ from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.training_state import STATE_FILE
 from shardtune.config import RunnerConfig
-from shardtune.errors import CheckpointError, ModelError
+from shardtune.errors import CheckpointError, ModelError, disk_error
 from shardtune.launch.events import write_event
 from shardtune.launch.progress import PROGRESS, SAVING
 from shardtune.parallel.finite import some
@@ -27,13 +27,19 @@ T = TypeVar("T")
 
 
 def on_main(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Run an action on rank 0; its result, or its error, is broadcast to every rank."""
+    """Run an action on rank 0; its result, or its error, is broadcast to every rank.
+
+    Raises:
+        CheckpointError: a disk that the action writes to is full, read-only or broken.
+    """
     outcome: T | Exception | None = None
     if ranks.is_main:
         try:
             outcome = action()
         except Exception as error:
-            outcome = error
+            outcome = disk_error(error) or error
+            if outcome is not error:
+                outcome.__cause__ = error
     outcome = ranks.broadcast(outcome)
     if isinstance(outcome, Exception):
         raise outcome

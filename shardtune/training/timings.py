@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardtune.data.durable import Lines
 from shardtune.launch.events import now
 
 TIMINGS_FILE = "timings.jsonl"
@@ -25,7 +26,7 @@ class Timings:
     """
 
     def __init__(self, run_dir: Path, *, restart: int, ranks: int) -> None:
-        self._file = open(run_dir / TIMINGS_FILE, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        self._lines = Lines(run_dir / TIMINGS_FILE)
         self._facts = {"host": socket.gethostname(), "restart": restart, "ranks": ranks}
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
@@ -37,11 +38,10 @@ class Timings:
             **_speed(metrics),
             "mfu": metrics.get("perf/mfu"),
         }
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._lines.add(json.dumps(line))
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 def _speed(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -21,6 +21,7 @@ from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.checkpoint.verified import damage
 from shardtune.data.checksum import file_parts
 from shardtune.errors import CheckpointError
+from tests.support.full_disk import Disk, filling
 
 
 def save(store: CheckpointStore, step: int, *, best: bool = False) -> Path:
@@ -377,3 +378,27 @@ def check_survivor(folder: Path, committed: int) -> None:
     save(store, 9)
     expected = {"global_step_9", "latest", "run_id"} | ({"best", marked.name} if marked is not None else set())
     assert entries(folder) == expected
+
+
+@pytest.mark.parametrize("act", ["update", "mark_best", "go_back_to", "open"])
+def test_a_full_disk_is_one_message_and_changes_nothing(tmp_path: Path, act: str) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 1)
+    save(store, 2, best=True)
+    if act == "open":
+        (store.folder / "run_id").unlink()
+    acts = {
+        "update": lambda: store.update(2, {"step": 2, "rows": 7}),
+        "mark_best": lambda: store.mark_best(1),
+        "go_back_to": lambda: store.go_back_to(1),
+        "open": store.open,
+    }
+    with (
+        filling(Disk(tmp_path.resolve(), full_at=1)),
+        pytest.raises(CheckpointError, match=r"(?s)checkpoint cannot be written: No space.*where.*make room"),
+    ):
+        acts[act]()
+    assert store.latest() == store.path(2)
+    assert store.best() == store.path(2)
+    assert read_state(store.path(2)) == {"step": 2, "rows": 6}
+    acts[act]()

@@ -263,8 +263,8 @@ def test_output_on_a_full_disk_is_one_message(unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "shardtune", "version"]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
-    told = "error: what is printed cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (1, told)
+    assert done.stderr.startswith("error: what is printed cannot be written: No space left on device\n")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
 
 
 def test_models_are_searched() -> None:
@@ -505,3 +505,20 @@ def test_eval_takes_the_rows_that_are_typed(
     names = paths if isinstance(paths, dict) else {"": paths}
     whole = {name: None if path is None else str(work / path) for name, path in names.items()}
     assert again.data.eval_data_paths == (whole if isinstance(paths, dict) else whole[""])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO])
+def test_what_a_disk_refuses_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "runs/demo/file")
+
+    monkeypatch.setattr(typer, "echo", refused)
+    told = run_cli("version")
+    assert (told.code, told.err.count("error:")) == (2, 1)
+    assert os.strerror(number) in told.err
+    assert "where:  runs/demo/file" in told.err
+    assert "remedy:" in told.err
+    monkeypatch.setenv("SHARDTUNE_REPORT_DIR", str(tmp_path / "full"))  # of a rank that cannot report it
+    monkeypatch.setenv("RANK", "1")
+    again = run_cli("version")
+    assert (again.code, again.err) == (2, told.err.replace("error:", "rank 1: error:"))

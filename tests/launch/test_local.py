@@ -95,3 +95,8 @@ def test_a_port_in_use_is_an_error_with_the_way_on() -> None:
         with pytest.raises(ParallelError, match=rf"port {port} cannot be used(?s:.*)a free one is chosen"):
             free_port(port)
     assert free_port(None) > 0
+
+
+def test_a_rank_that_cannot_report_its_error_has_printed_it() -> None:
+    with pytest.raises(ReportedError, match="rank 1 has ended with the error that it has printed"):
+        raise_outcome([1, 2], [], stop_sent=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardtune.config.schema.runner import LoggerConfig, PrometheusConfig
 from shardtune.errors import CheckpointError, ParallelError
 from shardtune.launch.events import write_event
+from shardtune.training import loggers
 from shardtune.training.loggers import JsonLines, check_logger, cut_back, open_tracker, read_metrics
 from tests.support.tiny_run import free_ports
 
@@ -44,8 +47,7 @@ def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
     record = JsonLines(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)metrics cannot be written: No space.*metrics\.jsonl.*make room"):
         record.log(1, {"train/loss": 1.0})
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        record.close()
+    record.close()  # nothing is left that would be tried once more
 
 
 @pytest.mark.parametrize("done", [-1, 0, 3, 5, 9])
@@ -189,3 +191,26 @@ def test_metrics_survive_a_round_trip(tmp_path: Path) -> None:
     write_steps(tmp_path, range(1, 4), "jsonl")
     assert read_metrics(tmp_path) == [{"step": step, "train/loss": 1.0 / (step + 1)} for step in range(1, 4)]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+
+
+def test_tensorboard_on_a_full_disk_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    loggers._silence_writers.cache_clear()
+    logger = LoggerConfig(logger_backends=["jsonl", "tensorboard"], project_name="p", experiment_name="n")  # pyright: ignore
+    lines: list[str] = []
+    opened = open_tracker(tmp_path, logger, config={"a": 1}, done=-1, report=lines.append)
+    opened.log(1, {"train/loss": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = max(file.stat().st_size for file in tmp_path.rglob("*.tfevents*"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))  # metrics.jsonl is smaller
+    try:
+        for step in (2, 3, 4):
+            opened.log(step, {"train/loss": 1.0})
+        opened.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(read_metrics(tmp_path)) == 4
+    assert len(lines) == 1
+    assert "tensorboard failed and logs nothing more; training goes on" in lines[0]
+    assert told == []

@@ -27,7 +27,7 @@ from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.config import Recipe
 from shardtune.config.model_names import BUILT_IN, SENTENCE_TRANSFORMERS
-from shardtune.errors import CheckpointError, ShardtuneError
+from shardtune.errors import CheckpointError, ShardtuneError, disk_error
 from shardtune.models.lora.attach import is_adapted
 from shardtune.models.pretrained import GENERATION, settings_directory
 from shardtune.models.vision.processors import lacks_video
@@ -115,6 +115,9 @@ class ModelExport:
             except ShardtuneError:
                 raise
             except Exception as error:  # a processor is a user's or a third party's code and may raise anything
+                of_disk = disk_error(error)
+                if of_disk is not None:
+                    raise of_disk from error
                 parts = (self._text.processor, self._text.tokenizer)
                 kinds = [type(part).__name__ for part in parts if part is not None]
                 raise CheckpointError(
