@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import read_json, write_json
@@ -103,15 +103,20 @@ def directory_faults(folder: Path, *, content: bool) -> dict[str, str]:
     return {name: fault for name, fault in faults.items() if fault is not None}
 
 
-def was_changed(folder: Path) -> bool:
-    """Whether a directory holds anything besides what was written into it; of large files the size is compared."""
+def was_changed(folder: Path, without: Collection[str] = ()) -> bool:
+    """Whether a directory holds anything besides what was written into it; of large files the size is compared.
+
+    Args:
+        folder: the directory.
+        without: files that may have no checksum.
+    """
     known = read_checksums(folder) if folder.is_dir() else None
     if known is None:
         return folder.is_dir() and any(folder.iterdir())
     files = relative_files(folder)
     small = (name for name in files if name in known and (folder / name).stat().st_size <= SMALL_BYTES)
     return bool(
-        set(files) - known.keys()
+        set(files) - known.keys() - set(without)
         or directory_faults(folder, content=False)
         or any(content_fault(folder / name, known[name]) for name in small)
     )

@@ -71,7 +71,7 @@ def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker, *, ended: 
     step, measured = worker.step, worker.evaluates
     worker.release()
     gc.collect()
-    metrics = on_main(ranks, lambda: _publish(run_dir, temporary, step, worker.report))
+    metrics = on_main(ranks, lambda: _publish(run_dir, temporary, step, worker.report, measured=measured))
     score = _evaluate(worker, run_dir / FINAL) if measured else FinalScore()
     on_main(ranks, lambda: _compare(run_dir, step, score.metrics, worker.report))
     on_main(ranks, lambda: _finish(run_dir, metrics, score.metrics, ended))
@@ -113,19 +113,28 @@ def _compare(run_dir: Path, step: int, found: Mapping[str, float], report: Calla
             )
 
 
-def _publish(run_dir: Path, temporary: Path, step: int, report: Callable[[str], None]) -> dict[str, float]:
-    """Rename the directory to `final/`; returns the metrics in it: those of the last step."""
+def _publish(
+    run_dir: Path, temporary: Path, step: int, report: Callable[[str], None], *, measured: bool
+) -> dict[str, float]:
+    """Rename the directory to `final/`; returns the metrics in it: those of the last step.
+
+    Where it is evaluated next, which adds to its metrics, their file has no checksum before that: the two cannot change
+    at once, and what a full disk or a kill left in between would count as damaged.
+    """
     store, lines = CheckpointStore(run_dir / CHECKPOINTS), read_metrics(run_dir)
     last = store.latest()
     trained = {key: value for key, value in (lines[-1] if lines else {}).items() if not key.startswith("eval/")}
     metrics = {**trained, "step": step}
-    write_json(temporary / METRICS, as_json_numbers(metrics))
+    if not measured:
+        write_json(temporary / METRICS, as_json_numbers(metrics))
     known: dict[str, Parts] = {}
     if last is not None:
         _keep_training_state(last, temporary / TRAINING_STATE)
         known = {f"{TRAINING_STATE}/{name}": parts for name, parts in _checksums_of(last).items()}
     complete_checksums(temporary, known)
-    if was_changed(run_dir / FINAL):  # by somebody else, or on the disk: it is not ours to remove
+    if measured:
+        write_json(temporary / METRICS, as_json_numbers(metrics))
+    if was_changed(run_dir / FINAL, without=[METRICS]):  # by somebody else, or on the disk: it is not ours to remove
         kept = run_dir / f"{FINAL}.kept-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         (run_dir / FINAL).rename(kept)
         report(f"what was in {run_dir / FINAL} is not what was written there: it is kept as {kept.name}")
