@@ -399,15 +399,18 @@ def begin_run(
                 where="runner.logger",
                 remedy="choose another runner.logger.experiment_name, or continue that run with the same command",
             )
-    record_own_code(recipe)
     try:
+        record_own_code(recipe)
         # The manifest first: a directory without a recipe is not yet a run, and an old one loses its "finished" mark.
         facts = {"resumed_from": plan.resumed_from, "launch": launch_id()}
         values = {FROM_ENVIRONMENT: digests(recipe.to_dict(), recipe.references)}
         write_json(plan.run_dir / MANIFEST, {**manifest, **facts, **values})
         write_text(plan.run_dir / CONFIG, recipe.to_yaml())
-    except OSError as error:
-        raise unwritable(plan.run_dir, error) from error
+    except BaseException as error:
+        lock.release()
+        if isinstance(error, OSError):
+            raise unwritable(plan.run_dir, error) from error
+        raise
     return lock
 
 

@@ -121,8 +121,8 @@ class RankTraining:
         """
         runner = self._runner(stop, recording)
         self._prepare(runner)
-        on_main(self._worker.ranks, self._begin)
         try:
+            on_main(self._worker.ranks, self._begin)
             runner.run()
             score = self._write_final(runner.ended)
         except BaseException:
