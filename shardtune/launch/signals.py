@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TextIO
 
 from shardtune.errors import Interrupted
 from shardtune.launch.exit_codes import note_exit_code
@@ -207,6 +208,26 @@ def outlive_output() -> None:
     for descriptor, _ in poll.poll(0):  # errors and hang-ups alone
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
+def drop_unwritten() -> None:
+    """Forget what was printed and could not be written, as into a file on a full disk; what follows is tried again."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        with suppress(ValueError, OSError):  # it is closed, or no file
+            if stream is not None:
+                _flush_nowhere(stream)
+
+
+def _flush_nowhere(stream: TextIO) -> None:
+    number = stream.fileno()
+    kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, number)
+        stream.flush()
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
         os.close(nowhere)
 
 

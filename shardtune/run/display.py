@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.data.images.images import IMAGE_FIELDS, SIZES, SPANS
-from shardtune.errors import legible, printable
-from shardtune.launch.signals import outlive_output
+from shardtune.errors import disk_error, legible, printable
+from shardtune.launch.signals import drop_unwritten, outlive_output
 from shardtune.models.recipe_hooks import OF_ANSWERS
 from shardtune.run.live import NotebookFoot, TerminalFoot, Ticking
 from shardtune.run.status import Status, decimal, duration
@@ -150,10 +150,21 @@ def field_text(name: str, values: np.ndarray) -> str:
 
 
 class LastingConsole(Console):
-    """An output whose reader may end before the run does (a pipe into another program, a killed launcher)."""
+    """An output whose reader may end before the run does (a pipe into another program, a killed launcher).
+
+    The disk of a file that it is redirected to may be full for a while: those lines are lost, and the run goes on.
+    """
 
     def on_broken_pipe(self) -> None:
         outlive_output()
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            if disk_error(error) is None:
+                raise
+            drop_unwritten()
 
 
 def plain(text: str, **style: Any) -> Text:
