@@ -47,6 +47,7 @@ def audit(
             where="shardtune data audit",
             remedy="leave one of them out",
         )
+    from shardtune.checkpoint.atomic import write_output
     from shardtune.data.audit.audit import Options
     from shardtune.data.cache_directory import print_line
     from shardtune.run.audit import as_text, audit_recipe
@@ -58,7 +59,7 @@ def audit(
     if html is not None:
         try:
             html.parent.mkdir(parents=True, exist_ok=True)
-            html.write_text(as_page(found, Path(path or "recipe").name), encoding="utf-8")
+            write_output(html, as_page(found, Path(path or "recipe").name))
         except OSError as error:
             raise ConfigError(f"{html} cannot be written: {error.strerror}", where="--html") from error
     typer.echo(found.model_dump_json(indent=2) if json else printable(as_text(found)))

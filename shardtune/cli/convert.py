@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from shardtune.checkpoint.atomic import write_text
 from shardtune.cli.words import nearest_option
 from shardtune.config.foreign.command_line import read_command_line
 from shardtune.config.foreign.convert import convert
@@ -47,7 +48,7 @@ def write_recipe(
         typer.echo(printable(found.report), err=True)
         return
     try:
-        to.write_text(found.recipe, encoding="utf-8")
+        write_text(to, found.recipe, durably=False)
     except OSError as error:
         raise ConfigError(f"{to} cannot be written: {error.strerror}", where="--output") from error
     typer.echo(printable(found.report))

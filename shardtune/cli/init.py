@@ -10,6 +10,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+from shardtune.checkpoint.atomic import write_text
 from shardtune.errors import ConfigError
 
 TEMPLATES = files("shardtune.cli") / "templates"
@@ -38,17 +39,21 @@ def write_starter(name: str, directory: Path | None = None) -> list[Path]:
     contents = {folder / file.format(name=name): _fill(template, name) for file, template in FILES.items()}
     _check_free(contents)
     _check_hides_nothing(name)
+    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, content in contents.items():
-            file.write_text(content, encoding="utf-8")
+            write_text(file, content, durably=False)
+            written.append(file)
     except OSError as error:
+        for file in written:  # with a part of them the same command would be refused
+            file.unlink()
         raise ConfigError(
             f"{folder} cannot be written: {error.strerror}",
             where=f"shardtune init {name}",
             remedy="give another directory: --dir",
         ) from error
-    return list(contents)
+    return written
 
 
 def next_steps(written: list[Path]) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from shardtune.checkpoint.atomic import write_text
+
 FILE = "verified.jsonl"
 
 
@@ -34,9 +36,9 @@ def note_verified(run_dir: Path, found: Sequence[Verified]) -> Path | None:
         return None
     now = datetime.now(UTC).isoformat(timespec="seconds")
     file = run_dir / FILE
+    before = file.read_text(encoding="utf-8") if file.is_file() else ""
     lines = [{"claim": one.claim, "outcome": one.outcome, "text": one.text, "at": now} for one in found]
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write("".join(json.dumps(line) + "\n" for line in lines))
+    write_text(file, before + "".join(json.dumps(line) + "\n" for line in lines), durably=False)
     return file
 
 

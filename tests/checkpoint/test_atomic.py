@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from shardtune.checkpoint.atomic import publish
+from shardtune.checkpoint.atomic import publish, write_output
+from tests.support.full_disk import Disk, filling
 
 
 @pytest.mark.parametrize("before", ["nothing", "folder", "link", "dangling link"])
@@ -22,3 +24,17 @@ def test_publishing_replaces_a_folder_or_a_link_and_not_what_the_link_leads_to(t
     assert (target / "file").read_text() == ".new"
     assert {path.name for path in tmp_path.iterdir()} - {"disk"} == {"target"}
     assert before != "link" or (other / "file").read_text() == "other"
+
+
+def test_a_named_file_is_replaced_or_stays(tmp_path: Path) -> None:
+    file, link = tmp_path / "page.html", tmp_path / "link"
+    file.write_text("old")
+    link.symlink_to(file)
+    for number in (1, 2):
+        with filling(Disk(tmp_path.resolve(), full_at=number)), pytest.raises(OSError, match=r"page\.html"):
+            write_output(link, "new")
+        assert (file.read_text(), sorted(tmp_path.iterdir())) == ("old", [link, file])
+    write_output(link, "new")
+    assert (file.read_text(), link.is_symlink()) == ("new", True)
+    write_output(Path(os.devnull), "nothing")
+    assert Path(os.devnull).is_char_device()

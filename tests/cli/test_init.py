@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.full_disk import Disk, filling
 from tests.support.workspace import run_cli
 
 WRITTEN = ["recipe.yaml", "rows.jsonl", "talk_model.py", "test_talk_model.py"]
@@ -117,3 +118,13 @@ def test_a_directory_that_cannot_be_written(empty: Path):
     outcome = run_cli("init", "talk_model", "--dir", "file/below")
     assert outcome.code == 2
     assert "cannot be written" in outcome.err
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_a_disk_that_is_full_leaves_no_part(empty: Path, number: int):
+    with filling(Disk(empty.resolve(), full_at=number)):
+        outcome = run_cli("init", "talk_model")
+    assert outcome.code == 2
+    assert "No space left" in outcome.err
+    assert list((empty / "talk_model").glob("*")) == []
+    assert run_cli("init", "talk_model").code == 0

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardtune.checkpoint.atomic import write_output
 from shardtune.config.paths import user_path
 from shardtune.data.quarantine import KEY, line_of, read_quarantine
 from shardtune.errors import ConfigError
@@ -35,9 +36,9 @@ def add_rows(found: Replay, chosen: Sequence[str], file: Path, reason: str | Non
     written = "".join(line_of(_content(found, line, reason)) for line in new)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        torn = target.exists() and target.stat().st_size > 0 and not target.read_bytes().endswith(b"\n")
-        with target.open("a", encoding="utf-8") as stream:
-            stream.write("\n" * torn + written)
+        before = target.read_text(encoding="utf-8") if target.exists() else ""
+        torn = before != "" and not before.endswith("\n")
+        write_output(target, before + "\n" * torn + written)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}", where="--quarantine") from error
     told = [f"{shown_path(target)}: {len(new)} added" + (f", {len(lines) - len(new)} known" if new != lines else "")]
