@@ -29,8 +29,8 @@ from tests.support.full_disk import Disk, filling
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny
 
 STEPS = 2
-PARTS = 10
-"""The writes are tried in so many parts, each of which takes every tenth."""
+PARTS = 16
+"""The writes are tried in so many parts, each of which takes every sixteenth."""
 KEYS = {
     "runner__max_steps": STEPS,
     "runner__keep_last": 1,
