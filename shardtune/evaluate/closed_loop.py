@@ -22,13 +22,14 @@ from shardtune.evaluate.environments.find import (
     close_all,
 )
 from shardtune.evaluate.episode_video import Film, check_format, keep_film
-from shardtune.models.action.chunks import ActionChunks, ObservationHistory
+from shardtune.models.action.chunks import ActionChunks, ObservationHistory, check_finite
 from shardtune.models.action.environment import Environment, Observation, Policy
 from shardtune.parallel.ranks import Ranks
 
 METRICS = ("success", "success_low", "success_high", "episode_length")
 Z_95 = 1.959963984540054
 TABLE = "episodes.jsonl"
+WHERE = "closed-loop evaluation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ def _checked(actions: np.ndarray, number: int) -> np.ndarray:
     if actions.ndim != 3 or len(actions) != number:
         raise ModelError(
             f"the policy gave actions of shape {list(actions.shape)} for {number} observations",
-            where="closed-loop evaluation",
+            where=WHERE,
             remedy=f"return [{number}, steps of a chunk, dimensions]",
         )
     return actions
@@ -270,6 +271,8 @@ class _Table:
         """Take actions of chunks [observations, C, A]; an episode that ends is followed by the next one."""
         seats, self._seats = self._seats, []
         for seat, chunk in zip(seats, chunks, strict=False):  # without episodes there is one chunk, which is ignored
+            place = f", for episode {seat.episode}, seed {seat.seed}, before action {seat.steps + 1}"
+            check_finite(chunk, place, WHERE)
             seat.chunks.add(chunk)
             ended = False
             while not ended and not seat.chunks.empty:

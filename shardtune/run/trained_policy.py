@@ -16,7 +16,7 @@ from shardtune.data.images.images import read_image
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.absolute import absolute_policy
 from shardtune.models.action.acting import ActingAdapter
-from shardtune.models.action.chunks import ActionChunks, ObservationHistory
+from shardtune.models.action.chunks import ActionChunks, ObservationHistory, check_finite
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.vision_language_action import VisionLanguageAction
 from shardtune.models.policies.features import camera_of
@@ -145,6 +145,9 @@ class TrainedPolicy:
                 where=f"{type(self._worker.adapter).__name__}.policy",
                 remedy=f"return [{len(observations)}, steps of a chunk, dimensions]",
             )
+        for number, chunk in enumerate(found):
+            place = f", for observation {number} of {len(found)}" if len(found) > 1 else ""
+            check_finite(chunk, place, type(self._worker.adapter).__name__)
         return found
 
 

@@ -85,6 +85,15 @@ def test_actions_have_to_be_a_chunk_for_each_observation() -> None:
         play(LOOP, lambda seen: np.zeros((len(seen), 2)), group())
 
 
+def test_an_action_that_is_no_number_reaches_no_environment() -> None:
+    chunks = np.zeros((3, CHUNK, 2), np.float32)
+    chunks[1, 2, 1] = np.nan
+    place = f"episode 1, seed {LOOP.episode_seed(1)}, before action 1"
+    what = f"gave nan for dimension 1 in step 2 of a chunk, for {place}"
+    with pytest.raises(ModelError, match=what):
+        play(LOOP, lambda seen: chunks, group())
+
+
 def test_the_interval_is_wilsons() -> None:
     """Its ends are the shares from which the observed one lies 1.96 of their own standard deviations away."""
     for successes, number in ((0, 10), (10, 10), (45, 50), (1, 1), (30, 100)):

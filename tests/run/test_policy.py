@@ -192,6 +192,9 @@ def test_the_command(own: shardtune.Run, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(policy, "_predict", lambda seen: seen[0]["images"]["top"])
     with pytest.raises(ModelError, match=r"reads 'top' \(test_policy.py:\d+\), the observation has the cameras wrist"):
         policy.select_action(SEEN)
+    monkeypatch.setattr(policy, "_predict", lambda seen: np.full((len(seen), 2, 3), np.inf))
+    with pytest.raises(ModelError, match="gave inf for dimension 0 in step 0 of a chunk"):
+        policy.select_action(SEEN)
 
 
 @pytest.mark.lengthy

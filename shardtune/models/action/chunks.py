@@ -112,3 +112,25 @@ def too_many_steps(steps: int, chunk: int) -> ConfigError:
         where="eval.action_steps",
         remedy=f"set it to {chunk} or less",
     )
+
+
+def check_finite(chunk: np.ndarray, place: str, where: str) -> None:
+    """Refuse a chunk that is not all numbers, before an environment or a robot gets it.
+
+    Args:
+        chunk: [C, A], as a policy predicted it.
+        place: of the observation, as the end of a sentence; may be empty.
+        where: of the policy, for the error.
+
+    Raises:
+        ModelError: a value is NaN or infinite.
+    """
+    wrong = np.argwhere(~np.isfinite(chunk))
+    if len(wrong):
+        step, dimension = wrong[0].tolist()
+        raise ModelError(
+            f"the policy gave {chunk[step, dimension]} for dimension {dimension} in step {step} of a chunk{place}",
+            where=where,
+            remedy="look at its weights and at the statistics that it is normalised by; take an earlier checkpoint, or "
+            "train with a lower learning rate",
+        )
