@@ -69,7 +69,7 @@ def act(
     from shardtune.run.policy import load_policy
 
     policy = load_policy(run, checkpoint=checkpoint, trust=trust or ())
-    images = _images(image or [], policy.cameras)
+    images = _images(image or [], policy.cameras, policy.spare_cameras)
     _refuse_unread({"state": state, "instruction": instruction}, policy.unread)
     observation = {"images": images, "instruction": instruction or "", "state": numbers}
     with _options_in_errors():
@@ -116,8 +116,9 @@ def _numbers(text: str) -> list[float]:
         raise ConfigError(f"{text!r} is no list of numbers", where="--state", remedy=WRITE_STATE) from error
 
 
-def _images(words: list[str], cameras: tuple[str, ...] | None) -> dict[str, str]:
-    """Files by camera; a single one needs no name if the model has one camera, or knows none by name."""
+def _images(words: list[str], cameras: tuple[str, ...] | None, spare: int) -> dict[str, str]:
+    """Files by camera, of which `spare` may be missing; a single one needs no name if the model has one camera, or
+    knows none by name."""
     found: dict[str, str] = {}
     for word in words:
         name, equals, file = word.partition("=")
@@ -135,7 +136,7 @@ def _images(words: list[str], cameras: tuple[str, ...] | None) -> dict[str, str]
         if name in found:
             raise ConfigError(f"there are two images of the camera {name}", where="--image", remedy="give one")
         found[name] = file
-    if cameras is not None and found.keys() != set(cameras):
+    if cameras is not None and (found.keys() - set(cameras) or len(found) < len(cameras) - spare):
         shown, known = (", ".join(names) or "no camera" for names in (found, cameras))
         raise ConfigError(
             f"the images are of {shown}, the model was trained with {known}",

@@ -19,7 +19,6 @@ from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.action.chunks import ActionChunks, ObservationHistory, check_finite
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.vision_language_action import VisionLanguageAction
-from shardtune.models.policies.features import camera_of
 from shardtune.models.policies.flow_matching import FlowPolicy
 from shardtune.models.policies.policy import Policy
 from shardtune.run.caller_settings import recipe_settings
@@ -48,6 +47,7 @@ class TrainedPolicy:
 
     Attributes:
         cameras: of the training data, where the model knows them.
+        spare_cameras: how many of these an observation may lack.
         has_values: whether the model has values: a value head, or an adapter's own.
         unread: `state` and `instruction`, of an observation, where it is known that the model does not read them.
     """
@@ -64,12 +64,13 @@ class TrainedPolicy:
         self._steps = adapter.observation_steps
         self._history = ObservationHistory(self._steps)
         self.cameras: tuple[str, ...] | None = None
+        self.spare_cameras = 0
         reads_state = reads_instruction = True
         if isinstance(adapter, VisionLanguageAction):
             self.cameras = adapter.settings.cameras
             reads_state = adapter.settings.state == "text"
         elif isinstance(adapter, Policy):
-            self.cameras = tuple(camera_of(feature) for feature in adapter.features.cameras)
+            self.cameras, self.spare_cameras = adapter.cameras, adapter.spare_cameras
             reads_state, reads_instruction = bool(adapter.features.state), isinstance(adapter, FlowPolicy)
         read = {"state": reads_state or adapter.representation is not None, "instruction": reads_instruction}
         self.unread = tuple(part for part, is_read in read.items() if not is_read)

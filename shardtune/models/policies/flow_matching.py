@@ -210,6 +210,14 @@ class FlowPolicy(Policy):
             self._found = _with_empty(found, self.options.empty_cameras)
         return self._found
 
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        return tuple(camera_of(name) for name in self.features.cameras if not name.startswith(EMPTY))
+
+    @property
+    def spare_cameras(self) -> int:
+        return self.options.empty_cameras
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:  # pyright: ignore[reportIncompatibleMethodOverride]
         """That of `actor.tokenizer.tokenizer_model`, of the policy's own directory, or of its vision-language model."""
@@ -247,8 +255,7 @@ class FlowPolicy(Policy):
             else self.normalizer.state.normalise(np.asarray(state, np.float32))
         )
         fields = {STATE: state, PRESENT: np.array([camera_of(name) in images for name in features.cameras])}
-        lacking = [camera_of(name) for name in features.cameras if not name.startswith(EMPTY)]
-        lacking = [camera for camera in lacking if camera not in images]
+        lacking = [camera for camera in self.cameras if camera not in images]
         if not fields[PRESENT].any():
             raise Unfit("images", f"there is no camera {', '.join(lacking)}, and the policy needs one at least")
         if len(lacking) > self.options.empty_cameras:

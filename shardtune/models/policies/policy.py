@@ -101,6 +101,16 @@ class Policy(ActingAdapter):
             self._found = features_of_rows(self.recipe, self.train_data, frames)
         return self._found
 
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Those of the data that the policy sees."""
+        return tuple(map(camera_of, self.features.cameras))
+
+    @property
+    def spare_cameras(self) -> int:
+        """How many of them an observation may lack."""
+        return 0
+
     def encoder(self, *, with_prompts: bool) -> Encoder:
         frames = FrameOptions.of(self.recipe.actor.model, self.action_chunk, self.observation_steps)
         return PolicyEncoder(self, self.recipe, frames, self._in_memory)
@@ -329,8 +339,7 @@ class Policy(ActingAdapter):
             raise self._cannot_act(error) from error
 
     def _cannot_act(self, error: Unfit) -> ModelError:
-        cameras = ", ".join(map(camera_of, self.features.cameras))
-        parts = {"images": f"images of {cameras}", "state": f"a state of {self.features.state} numbers"}
+        parts = {"images": f"images of {', '.join(self.cameras)}", "state": f"a state of {self.features.state} numbers"}
         said = parts.get(error.part, "an instruction")
         return ModelError(
             f"the policy cannot act on the observation: {error}",

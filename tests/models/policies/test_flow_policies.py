@@ -274,6 +274,7 @@ def test_an_observation_without_a_camera_or_an_instruction_is_refused(folder: Pa
     with pytest.raises(ModelError, match=r"no camera top, only wrist .*empty_cameras: 1 lets the policy do without"):
         act([observation(images={"wrist": seen["images"]["wrist"]})])
     lenient = policy_of(recipe(folder, "smolvla", options={"empty_cameras": 2}))
+    assert (lenient.cameras, lenient.spare_cameras, len(lenient.features.cameras)) == (("top", "wrist"), 2, 4)
     with pytest.raises(ModelError, match="there is no camera top, wrist, and the policy needs one at least"):
         lenient.check_observation(observation(images={}))
     with pytest.raises(ModelError, match="the instruction is empty") as error:
