@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from shardtune.checkpoint.atomic import write_json
+from shardtune.checkpoint.atomic import read_json, write_json
 from shardtune.checkpoint.verified import sound_first
 from shardtune.config import Recipe
 from shardtune.config.user_code import note_on_other_plugins
@@ -182,6 +183,7 @@ class RankTraining:
         manifest = {**_manifest(recipe, self._objects, worker), "inputs": self._inputs, KNOWN: known}
         self.lock = begin_run(plan, recipe, manifest, self.lock, self._report_moved)
         report_begun()
+        self._keep_other_statistics()
         for name in {NORMALIZER_FILE, TASK_FILE} & worker.saved_files.keys():  # for checkpoints; final/ has its own
             write_json(plan.run_dir / name, worker.saved_files[name])
         rows = worker.task.rows
@@ -193,6 +195,21 @@ class RankTraining:
         if isinstance(rows, RowsByFile):
             report = silent if self._display is None else self._display.report
             rows.follow(DroppedByFile(plan.run_dir, before, recipe.data.max_length, report))
+
+    def _keep_other_statistics(self) -> None:
+        """Keep the statistics of the steps before where the training rows now have others, and say so."""
+        worker, file = self._worker, self._plan.run_dir / NORMALIZER_FILE
+        found = worker.saved_files.get(NORMALIZER_FILE)
+        if found is None or not file.is_file() or read_json(file) == json.loads(json.dumps(found)):
+            return
+        kept = file.with_name(f"{file.stem}_until_step_{worker.step}.json")
+        file.replace(kept)
+        if self._display is not None:
+            self._display.report(
+                f"the training data have other statistics of states and actions than up to step {worker.step}: "
+                f"training goes on with them, and checkpoints of the steps before act by them too; those before are kept in "
+                f"{shown_path(kept)}, and model.action_statistics can name that file to go on with them"
+            )
 
     def _report_moved(self, aside: Path) -> None:
         if self._display is not None:

@@ -166,6 +166,26 @@ def test_a_checkpoint_needs_no_data(own: shardtune.Run, folder: Path) -> None:
         (folder / "elsewhere").rename(folder / "light")
 
 
+def test_statistics_of_other_data_are_said_and_those_before_kept(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = save_episodes(tmp_path / "light", 8)
+    values = recipe(folder, "grown", {"adapter": f"{folder}/pushing.py:Pushing"})
+    values["data"]["train_data_paths"] = str(data)
+    before = (shardtune.train(values, "runner.max_steps=1").dir / "normalizer.json").read_text()
+    run = shardtune.train(values, "runner.max_epochs=-1")
+    assert not list(run.dir.glob("normalizer_*")), "the same data have the same statistics"
+    shutil.rmtree(data)
+    save_episodes(data, 5)
+    capfd.readouterr()
+    shardtune.train(
+        values, "runner.max_steps=3", "runner.max_epochs=-1", "runner.allow_changes=[data.train_data_paths]"
+    )
+    said = "".join(capfd.readouterr())
+    assert "the training data have other statistics of states and actions than up to step 2" in said
+    assert (run.dir / "normalizer_until_step_2.json").read_text() == before != (run.dir / "normalizer.json").read_text()
+
+
 def command(*words: str) -> str:
     found = CliRunner().invoke(app, ["act", *words], catch_exceptions=False)
     assert found.exit_code == 0, found.output
