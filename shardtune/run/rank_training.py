@@ -207,8 +207,8 @@ class RankTraining:
         if self._display is not None:
             self._display.report(
                 f"the training data have other statistics of states and actions than up to step {worker.step}: "
-                f"training goes on with them, and checkpoints of the steps before act by them too; those before are kept in "
-                f"{shown_path(kept)}, and model.action_statistics can name that file to go on with them"
+                f"training goes on with them, and checkpoints of the steps before act by them too; those before are "
+                f"kept in {shown_path(kept)}, and model.action_statistics can name that file to go on with them"
             )
 
     def _report_moved(self, aside: Path) -> None:
