@@ -25,6 +25,8 @@ from shardtune.optim.sharded import OfParts, OfWhole, plain_step
 
 FUSED_ON_GPUS = ("AdamW", "Adam", "SGD")
 """Classes of torch with a fused kernel for CUDA."""
+FUSED_OF_PARTS = ("SGD", "Adagrad")
+"""Classes of torch whose fused kernel takes no `DTensor`; it gets each rank's parts as plain tensors."""
 TRUTH = re.compile(r"<class 'bool'>|bool|(typing\.)?optional\[bool\]|bool \| none")
 NUMBER = re.compile(r"(<class ')?(int|float)('>)?|int \| float|float \| int|")
 """How parameters are declared that are true or false, and numbers."""
@@ -243,7 +245,7 @@ def build_optimizer(
         return _make(config.name, settings, arguments)
     if way == "whole":
         return OfWhole(settings, lambda groups: _make(config.name, groups, arguments))
-    if not is_of_torch(config.name):
+    if not is_of_torch(config.name) or (arguments.get("fused") and config.name in FUSED_OF_PARTS):
         return OfParts(settings, lambda groups: _make(config.name, groups, arguments))
     return _make(config.name, settings, arguments)
 
