@@ -87,9 +87,17 @@ def find_teacher(recipe: Recipe, adapter: Adapter) -> CausalLM:
             where="actor.parallel.sequence_method",
             remedy="set actor.parallel.sequence_method: ring",
         )
-    if not difference and sizes[0] != sizes[1] and (own is None or tensor > 1):
-        difference = f"the model has {sizes[0]:,} logits, the teacher {sizes[1]:,}"
-    if (top_k := recipe.actor.teacher.top_k or 0) > min(sizes):
+    told = f"the model has {sizes[0]:,} logits, the teacher {sizes[1]:,}"
+    if not difference and sizes[0] != sizes[1] and own is None:
+        difference = told
+    top_k = recipe.actor.teacher.top_k or 0
+    if not difference and sizes[0] != sizes[1] and tensor > 1 and not top_k:
+        raise ConfigError(
+            f"{told} ({path}), and ranks that share matrices compare parts of one size",
+            where="actor.parallel.tensor",
+            remedy="leave it out, or set actor.teacher.top_k",
+        )
+    if top_k > min(sizes):
         raise ConfigError(
             f"actor.teacher.top_k: {top_k} is more than the {min(sizes):,} tokens that there are",
             where=recipe.where("actor.teacher.top_k"),

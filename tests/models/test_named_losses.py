@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def test_each_equals_a_plain_loop_on_one_rank_and_on_two(tmp_path: Path, ranks: 
     assert TargetTable.of(all_turns, other_targets, VOCABULARY).folder != stored
     found = [*enumerate(alone)]
     if ranks == 2:
-        divided = [(0, "sequence"), (2, "sequence"), (0, "tensor"), (1, "tensor"), (4, "tensor")]
+        divided = [(0, "sequence"), (2, "sequence"), (4, "sequence"), (0, "tensor"), (1, "tensor"), (4, "tensor")]
         parallel = [(n, {axis: 2}) for n, axis in divided]
         rings = [0, 2]
         parallel += [(n, {"sequence": 2, "sequence_method": "ring"}) for n in rings]
@@ -161,8 +162,14 @@ def test_each_equals_a_plain_loop_on_one_rank_and_on_two(tmp_path: Path, ranks: 
         assert (stored / "done.json").stat().st_mtime_ns == written  # the ranks read what one process has written
         shutil.rmtree(stored)
         recipes_of_two = [recipes[4], {**recipes[4], "actor": {**recipes[4]["actor"], "parallel": {"tensor": 2}}}]
+        for number, (axis, path) in enumerate([("sequence", small), ("tensor", padded)]):  # computed in this layout
+            values = deepcopy(recipes[4])
+            values["data"]["cache_dir"] = str(tmp_path / f"cache_{number}")
+            values["actor"] |= {"parallel": {axis: 2}}
+            values["actor"]["teacher"]["model_path"] = str(path)
+            recipes_of_two.append(values)
         on_two += run_ranks(run_recipes, 2, recipes_of_two)[0]
-        divided += [(4, ""), (4, "")]
+        divided += [(4, "")] * 4
         found += zip([*range(len(cases)), *(n for n, _ in divided)], on_two, strict=True)
     plain = [
         plainly(values, losses, teacher, actor.get("neftune_alpha", 0.0))
@@ -267,6 +274,21 @@ def test_a_teacher_shares_sequences_as_the_model_does(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"need different ways to share sequences among 2 ranks"):
         hooks(values)
     values["actor"]["parallel"]["sequence_method"] = "ring"
+    assert hooks(values).teacher is not None
+
+
+def test_ranks_that_share_matrices_need_as_many_logits_or_stored_tokens(tmp_path: Path) -> None:
+    model, teacher = save_model("dense", tmp_path / "model"), save_model("dense", tmp_path / "teacher")
+    longer = AutoModelForCausalLM.from_pretrained(teacher)
+    longer.resize_token_embeddings(VOCABULARY + 24, mean_resizing=False)
+    longer.save_pretrained(teacher)
+    values = recipe(model, save_rows(tmp_path / "rows.jsonl", 1), runner__nproc_per_node=2)
+    values["actor"] |= {"loss": "distill", "teacher": {"model_path": str(teacher)}}
+    assert hooks(values).teacher is not None
+    values["actor"]["parallel"] = {"tensor": 2}
+    with pytest.raises(ConfigError, match=r"(?s)logits, the teacher \d+ .* parts of one size.*set .*top_k"):
+        hooks(values)
+    values["actor"]["teacher"]["top_k"] = 4
     assert hooks(values).teacher is not None
 
 

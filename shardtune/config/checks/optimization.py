@@ -91,13 +91,6 @@ def losses(context: Context) -> Iterator[ConfigError]:
                 f"actor.teacher.divergence: {actor.teacher.divergence}",
                 "use forward_kl, or leave top_k out",
             )
-        if actor.teacher.top_k is not None and actor.parallel.sequence > 1:
-            yield context.problem(
-                "actor.teacher.top_k",
-                "actor.teacher.top_k does not work with actor.parallel.sequence",
-                "compute the tokens in a run of one step without it, which keeps them in data.cache_dir, or leave "
-                "top_k out",
-            )
         return
     for name in actor.teacher.model_dump(exclude_defaults=True):
         yield context.problem(

@@ -13,6 +13,7 @@ from shardtune.config import Recipe
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.distillation import TeacherLogits, TopTokens
 from shardtune.models.language_model import LanguageRoot
+from shardtune.models.sequence_part import SequencePart
 from shardtune.models.teacher import teacher_recipe
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.precision import COMPUTE_DTYPE, SUM_DTYPE
@@ -56,6 +57,7 @@ class ShardedTeacher:
         precision, seed = actor.model.precision, recipe.runner.seed
         model, self.notes = build_empty(adapter.build, seed)
         self.root = TeacherRoot(adapter, model)
+        self._adapter = adapter
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         share_values(model, ranks)
@@ -92,3 +94,8 @@ class ShardedTeacher:
             self.root(batch, used)
         self.weights.copy_masters_to_model()  # frees the root's gathered weights
         return found[0]
+
+    def part(self, batch: PackedBatch) -> SequencePart | None:
+        """The targets of a micro-batch whose logits this rank has, where ranks share sequences; None: all."""
+        sharing = self._adapter.sharing
+        return sharing.part(batch, batch.target_positions) if sharing.among_ranks else None

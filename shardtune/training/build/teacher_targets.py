@@ -23,10 +23,11 @@ from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.cache_directory import cache_root, writable
 from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import DataError
-from shardtune.models.distillation import Teacher, TeacherLogits, TopTokens
+from shardtune.models.distillation import TeacherLogits, TopTokens
 from shardtune.models.loss import chunk_rows
 from shardtune.models.pretrained import model_directory
 from shardtune.parallel.ranks import Ranks
+from shardtune.training.build.teacher import ShardedTeacher
 
 R = TypeVar("R")
 FOLDER = "teachers"
@@ -101,7 +102,7 @@ class TargetTable:
 
     # Writing, by all ranks.
 
-    def write(self, folder: Path, teacher: Teacher, batches: Iterable[Batch]) -> None:
+    def write(self, folder: Path, teacher: ShardedTeacher, batches: Iterable[Batch]) -> None:
         """Compute this rank's micro-batches and write them into files of a directory, beside what others write."""
         folder.mkdir(parents=True, exist_ok=True)
         sizes = {TOKENS: self._bytes(4), LOG_P: self._bytes(self.dtype.itemsize), ROWS: len(self.starts) - 1}
@@ -111,22 +112,29 @@ class TargetTable:
                 os.truncate(file, sizes[name])
             for batch in batches:
                 packed = cast(PackedBatch, batch)
-                tokens, log_p = teacher.compute(packed, partial(self._top, len(packed.targets)))
-                self._put(files, packed, tokens, log_p)
+                part = teacher.part(packed)
+                number = len(packed.targets) if part is None else len(part.positions)
+                found = teacher.compute(packed, partial(self._top, number, packed.targets.device))
+                tokens, log_p = found if part is None else (part.gather(values) for values in found)
+                self._put(files, packed, tokens.cpu().numpy(), log_p.cpu().numpy())
             for file in files.values():
                 os.fsync(file)
         finally:
             for file in files.values():
                 os.close(file)
 
-    def _top(self, number: int, logits: TeacherLogits | TopTokens) -> tuple[np.ndarray, np.ndarray]:
+    def _top(
+        self, number: int, device: torch.device, logits: TeacherLogits | TopTokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens int32 and log-probabilities [number, top_k] of this rank's targets."""
         assert not isinstance(logits, TopTokens)
-        tokens, log_p = np.empty((number, self.top_k), np.int32), np.empty((number, self.top_k), self.dtype)
+        tokens = torch.empty(number, self.top_k, dtype=torch.int32, device=device)
+        log_p = tokens.to(torch.float64 if self.dtype == np.float64 else torch.float32)
         size = max(1, chunk_rows(torch.device("cpu"), 2**17))
         for start in range(0, number, size):
             rows = slice(start, start + size)
             found = logits(rows, False)[:, : self.columns].log_softmax(-1).topk(self.top_k, dim=-1)
-            tokens[rows], log_p[rows] = found.indices.cpu().numpy(), found.values.cpu().numpy()
+            tokens[rows], log_p[rows] = found.indices, found.values
         return tokens, log_p
 
     def _put(self, files: dict[str, int], batch: PackedBatch, tokens: np.ndarray, log_p: np.ndarray) -> None:
@@ -192,7 +200,7 @@ def stored_teacher(
     rows: TokenDataset,
     ranks: Ranks,
     columns: int,
-    make: Callable[[], tuple[Teacher, Iterable[Batch]]],
+    make: Callable[[], tuple[ShardedTeacher, Iterable[Batch]]],
     report: Callable[[str], None],
 ) -> StoredTeacher:
     """The teacher's tokens of the training rows, computed now if they are not in the cache; every rank calls it.
