@@ -63,6 +63,7 @@ from shardtune.training.resident_memory import keep_freed_memory, return_freed_m
 from shardtune.training.runner import SFTRunner
 from shardtune.training.saver import on_main
 from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.exported_recipe import kept_until
 from shardtune.training.worker.run_context import silent
 
 SHOWN_SAMPLES = 5
@@ -202,13 +203,14 @@ class RankTraining:
         found = worker.saved_files.get(NORMALIZER_FILE)
         if found is None or not file.is_file() or read_json(file) == json.loads(json.dumps(found)):
             return
-        kept = file.with_name(f"{file.stem}_until_step_{worker.step}.json")
-        file.replace(kept)
+        kept = kept_until(self._plan.run_dir, worker.step)
+        if not kept.exists():  # of a start that came no further, from the same checkpoint
+            file.replace(kept)
         if self._display is not None:
             self._display.report(
                 f"the training data have other statistics of states and actions than up to step {worker.step}: "
-                f"training goes on with them, and checkpoints of the steps before act by them too; those before are "
-                f"kept in {shown_path(kept)}, and model.action_statistics can name that file to go on with them"
+                f"training goes on with them; those before are kept in {shown_path(kept)} for the checkpoints of these "
+                "steps, and model.action_statistics can name that file to go on with them"
             )
 
     def _report_moved(self, aside: Path) -> None:

@@ -15,6 +15,7 @@ from shardtune.batch.seeds import generators_kept
 from shardtune.checkpoint.atomic import publish, read_json
 from shardtune.checkpoint.checksums import complete_checksums
 from shardtune.checkpoint.export_check import check_reload
+from shardtune.checkpoint.state_file import StateFile
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.verified import damage_on_ranks, directory_damage, require_sound
 from shardtune.config import Recipe
@@ -124,7 +125,7 @@ class Run:
         path = self.dir / FINAL if checkpoint == "final" else None
         if path is None:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
-            recipe = with_found(recipe, self.dir)
+            recipe = with_found(recipe, self.dir, StateFile.read(weights).step)
             worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
             with _still_there(weights):
                 require_sound(damage_on_ranks(weights, worker.ranks), weights, "take another: --checkpoint N")

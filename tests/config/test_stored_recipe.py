@@ -31,5 +31,5 @@ def test_all_ways_of_reading_a_run_again_take_its_evaluation_rows_as_they_are(
     split = rows.get("eval_split", 0.0)
     assert stored_recipe(recipe.to_dict()) == recipe
     assert stored_recipe(recipe.to_dict(), [f"data.eval_split={split}"], splits=split) == recipe
-    assert with_found(recipe, tmp_path) == recipe
+    assert with_found(recipe, tmp_path, 1) == recipe
     assert one_process(recipe).data.eval_split == split

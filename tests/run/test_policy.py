@@ -175,6 +175,7 @@ def test_statistics_of_other_data_are_said_and_those_before_kept(
     before = (shardtune.train(values, "runner.max_steps=1").dir / "normalizer.json").read_text()
     run = shardtune.train(values, "runner.max_epochs=-1")
     assert not list(run.dir.glob("normalizer_*")), "the same data have the same statistics"
+    chunk = run.policy("1").predict_action_chunk(SEEN)
     shutil.rmtree(data)
     save_episodes(data, 5)
     capfd.readouterr()
@@ -184,6 +185,7 @@ def test_statistics_of_other_data_are_said_and_those_before_kept(
     said = "".join(capfd.readouterr())
     assert "the training data have other statistics of states and actions than up to step 2" in said
     assert (run.dir / "normalizer_until_step_2.json").read_text() == before != (run.dir / "normalizer.json").read_text()
+    assert np.array_equal(run.policy("1").predict_action_chunk(SEEN), chunk), "by the statistics of its own steps"
 
 
 def command(*words: str) -> str:

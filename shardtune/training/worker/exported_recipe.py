@@ -15,6 +15,7 @@ from shardtune.models.action.tokens import STATISTICS_FILE
 from shardtune.models.tasks.task import TASK_FILE
 from shardtune.training.build.lora import is_adapter
 
+_UNTIL = "normalizer_until_step_"
 ACTS = "vision_language_action"
 FEATURES = ("input_features", "output_features")
 """What the config.json of a ready policy has of its training rows."""
@@ -58,14 +59,32 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     return stored_recipe(values)
 
 
-def with_found(recipe: Recipe, run_dir: Path) -> Recipe:
+def kept_until(run_dir: Path, step: int) -> Path:
+    """Where the normalizer of the steps up to `step` is kept, when training goes on with other statistics."""
+    return run_dir / f"{_UNTIL}{step}.json"
+
+
+def normalizer_at(run_dir: Path, step: int) -> Path:
+    """The file of the normalizer that a policy had at a step."""
+    ends = (file.stem.removeprefix(_UNTIL) for file in run_dir.glob(f"{_UNTIL}*.json"))
+    later = [int(end) for end in ends if end.isdecimal() and int(end) >= step]
+    return kept_until(run_dir, min(later)) if later else run_dir / NORMALIZER_FILE
+
+
+def with_found(recipe: Recipe, run_dir: Path, step: int) -> Recipe:
     """The same recipe with what a run has found in its training rows and keeps: the normalizer of a policy, the labels
-    of a task. Then those rows are not needed."""
+    of a task. Then those rows are not needed.
+
+    Args:
+        recipe: of the run.
+        run_dir: its directory.
+        step: of the checkpoint whose weights are used.
+    """
     if not any((run_dir / name).is_file() for name in (NORMALIZER_FILE, TASK_FILE)):
         return recipe
     values = _with_found(recipe.to_dict(), run_dir)
-    if (run_dir / NORMALIZER_FILE).is_file():
-        values["actor"]["model"]["action_statistics"] = str(run_dir / NORMALIZER_FILE)
+    if (normalizer := normalizer_at(run_dir, step)).is_file():
+        values["actor"]["model"]["action_statistics"] = str(normalizer)
     return stored_recipe(values)
 
 
