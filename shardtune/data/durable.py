@@ -67,19 +67,16 @@ class Lines:
     """
 
     def __init__(self, file: Path) -> None:
-        self._file = file
         self._stream = open(file, "ab", buffering=0)  # noqa: SIM115 (open as long as its owner)
 
     def add(self, line: str) -> None:
         rest = memoryview(f"{line}\n".encode())
-        with naming(self._file):
-            while rest:  # a disk that is almost full takes a part
-                rest = rest[self._stream.write(rest) :]
+        while rest:  # a disk that is almost full takes a part
+            rest = rest[self._stream.write(rest) :]
 
     def sync(self) -> None:
         """Waits until the lines are on the disk."""
-        with naming(self._file):
-            os.fsync(self._stream.fileno())
+        os.fsync(self._stream.fileno())
 
     def close(self) -> None:
         self._stream.close()

@@ -272,6 +272,10 @@ class FlatWeights(Weights):
 
     # Rows.
 
+    def added(self) -> dict[str, nn.Parameter]:
+        in_rows = {id(parameter) for parameter in self._swapped.values()}
+        return {name: parameter for name, parameter in super().added().items() if id(parameter) not in in_rows}
+
     def note_states(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         with without_modes(FlatOperands):
             for optimizer in optimizers:

@@ -10,7 +10,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -61,32 +61,36 @@ class JsonLines:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / METRICS_FILE
-        with self._written():
+        try:
             self._lines = Lines(self._path)
             sync_folder(run_dir)
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        with self._written():
+        try:
             self._lines.add(json.dumps({"step": step, **as_json_numbers(metrics)}))
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def sync(self) -> None:
-        with self._written():
+        try:
             self._lines.sync()
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def close(self) -> None:
-        with self._written():
-            self._lines.close()
-
-    @contextmanager
-    def _written(self) -> Iterator[None]:
         try:
-            yield
+            self._lines.close()
         except OSError as error:
-            raise CheckpointError(
-                f"the metrics cannot be written: {error.strerror or error}",
-                where=str(self._path),
-                remedy="make room on the disk; the same command continues from the last checkpoint",
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"the metrics cannot be written: {error.strerror or error}",
+            where=str(self._path),
+            remedy="make room on the disk; the same command continues from the last checkpoint",
+        )
 
 
 class TensorBoard:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardtune.data.durable import Lines
+from shardtune.data.durable import Lines, naming
 from shardtune.launch.events import now
 
 TIMINGS_FILE = "timings.jsonl"
@@ -26,7 +26,8 @@ class Timings:
     """
 
     def __init__(self, run_dir: Path, *, restart: int, ranks: int) -> None:
-        self._lines = Lines(run_dir / TIMINGS_FILE)
+        self._file = run_dir / TIMINGS_FILE
+        self._lines = Lines(self._file)
         self._facts = {"host": socket.gethostname(), "restart": restart, "ranks": ranks}
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
@@ -38,7 +39,8 @@ class Timings:
             **_speed(metrics),
             "mfu": metrics.get("perf/mfu"),
         }
-        self._lines.add(json.dumps(line))
+        with naming(self._file):
+            self._lines.add(json.dumps(line))
 
     def close(self) -> None:
         self._lines.close()

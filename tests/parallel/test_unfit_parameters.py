@@ -269,6 +269,25 @@ def test_an_adapters_model_is_refused_before_ranks_start(tmp_path: Path, command
         command(load_recipe(values).to_dict())
 
 
+class AdaptedScript(Adapted):
+    def build(self) -> nn.Module:
+        return Scripted()
+
+
+def test_weights_of_torchscript_are_refused_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtune.run.ranks.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    (tmp_path / "rows.jsonl").write_text('{"x": 1}\n' * 8)
+    recipe = {
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "model": {"adapter": f"{__file__}:AdaptedScript", "precision": "fp64"},
+        "data": {"train_data_paths": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")},
+        "runner": {"device": "cpu", "nproc_per_node": 2, "max_steps": 1, "logger": {"log_path": str(tmp_path)}},
+    }
+    with pytest.raises(ShardtuneError, match=SCRIPTED):
+        shardtune.train(recipe)
+
+
 class Engine(shardtune.nn.BaseTrainModule, Net):
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from shardtune.config import load_recipe
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.action.environment import Observation
 from shardtune.run.policy import policy_run
+from shardtune.training.runner import SFTRunner
 from tests.support.robot import frame, save_episodes
 from tests.support.tiny_openvla import save_openvla
 from tests.support.vision import save_vision_model
@@ -167,7 +168,7 @@ def test_a_checkpoint_needs_no_data(own: shardtune.Run, folder: Path) -> None:
 
 
 def test_statistics_of_other_data_are_said_and_those_before_kept(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = save_episodes(tmp_path / "light", 8)
     values = recipe(folder, "grown", {"adapter": f"{folder}/pushing.py:Pushing"})
@@ -175,17 +176,21 @@ def test_statistics_of_other_data_are_said_and_those_before_kept(
     before = (shardtune.train(values, "runner.max_steps=1").dir / "normalizer.json").read_text()
     run = shardtune.train(values, "runner.max_epochs=-1")
     assert not list(run.dir.glob("normalizer_*")), "the same data have the same statistics"
-    chunk = run.policy("1").predict_action_chunk(SEEN)
-    shutil.rmtree(data)
-    save_episodes(data, 5)
-    capfd.readouterr()
-    shardtune.train(
-        values, "runner.max_steps=3", "runner.max_epochs=-1", "runner.allow_changes=[data.train_data_paths]"
-    )
+    chunk = run.policy("2").predict_action_chunk(SEEN)
+    further = ("runner.max_steps=3", "runner.max_epochs=-1", "runner.allow_changes=[data.train_data_paths]")
+    for episodes in (6, 5):  # the first start ends before its first save
+        shutil.rmtree(data)
+        save_episodes(data, episodes)
+        with monkeypatch.context() as patched:
+            if episodes == 6:
+                patched.setattr(SFTRunner, "run", lambda self: 1 / 0)
+            capfd.readouterr()
+            with nullcontext() if episodes == 5 else pytest.raises(ZeroDivisionError):
+                shardtune.train(values, *further)
     said = "".join(capfd.readouterr())
     assert "the training data have other statistics of states and actions than up to step 2" in said
     assert (run.dir / "normalizer_until_step_2.json").read_text() == before != (run.dir / "normalizer.json").read_text()
-    assert np.array_equal(run.policy("1").predict_action_chunk(SEEN), chunk), "by the statistics of its own steps"
+    assert np.array_equal(run.policy("2").predict_action_chunk(SEEN), chunk), "by the statistics of its own steps"
 
 
 def command(*words: str) -> str:

@@ -31,7 +31,7 @@ OF_A_PROCESSOR = ("parallel/half_products.py", "parallel/torch_private/graph.py 
 PARTS = re.compile(r"\.<locals>\.<(listcomp|dictcomp|setcomp|genexpr)>")
 MAX_FUNCTIONS, MAX_FILES, MAX_LINES = 25, 10, 80
 """Of an optimizer step; a loss of whole steps passes through 4 functions more."""
-LOOP_FUNCTIONS, LOOP_FILES = 48, 18
+LOOP_FUNCTIONS, LOOP_FILES = 49, 19
 """Of a whole iteration of the loop: the step, its data and metrics, the display with its forms of numbers, the logs."""
 RANKS_FUNCTIONS, RANKS_FILES = 19, 5
 """On several ranks in addition: the hooks that let a part of the model be called by itself (parallel/parts.py), what

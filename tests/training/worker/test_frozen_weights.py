@@ -95,13 +95,14 @@ def worker(
     kind: type[SFTWorker] = SFTWorker,
     model: Mapping[str, object] = MappingProxyType({}),
     backend: str = "fsdp",
+    micro_batch_size: int = 2,
     **runner: object,
 ) -> SFTWorker:
     recipe = {
         "actor": {
             "model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64", **model},
             "optim": {"lr": 0.1},
-            "micro_batch_size": 2,
+            "micro_batch_size": micro_batch_size,
             "global_batch_size": 8,
             "training_backend": backend,
         },
@@ -426,3 +427,9 @@ def test_buffers_that_forwards_move_are_named_on_one_rank(folder: Path) -> None:
         made.run_training()
     (line,) = about(lines, "how rows are cut into micro-batches")
     assert "the forwards of the first step change the buffers seen of Twins" in line
+
+
+def test_one_micro_batch_a_step_moves_buffers_without_a_line(folder: Path) -> None:
+    lines: list[str] = []
+    worker(folder, "Seeing", lines, micro_batch_size=8).run_training()
+    assert not about(lines, "how rows are cut into micro-batches")
