@@ -253,39 +253,29 @@ class Adapted(Adapter):
         return LossSum(model(batch["x"]).square().sum(), len(batch["x"]))
 
 
-@pytest.mark.parametrize("command", [shardtune.train, dry_run])
-def test_an_adapters_model_is_refused_before_ranks_start(tmp_path: Path, command: Callable[[Any], object]) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"x": 1}\n' * 8)
-    values = {
-        "actor": {
-            "micro_batch_size": 2,
-            "global_batch_size": 4,
-            "model": {"adapter": f"{__file__}:Adapted", "precision": "fp64"},
-        },
-        "data": {"train_data_paths": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")},
-        "runner": {"device": "cpu", "nproc_per_node": 2, "max_steps": 1, "logger": {"log_path": str(tmp_path)}},
-    }
-    with pytest.raises(ModelError, match=SPARSE):
-        command(load_recipe(values).to_dict())
-
-
 class AdaptedScript(Adapted):
     def build(self) -> nn.Module:
         return Scripted()
 
 
-def test_weights_of_torchscript_are_refused_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", [shardtune.train, dry_run])
+@pytest.mark.parametrize(("adapter", "says"), [("Adapted", SPARSE), ("AdaptedScript", SCRIPTED)])
+def test_an_adapters_model_is_refused_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: str, says: str, command: Callable[[Any], object]
+) -> None:
     monkeypatch.setattr("shardtune.run.ranks.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     (tmp_path / "rows.jsonl").write_text('{"x": 1}\n' * 8)
-    recipe = {
-        "micro_batch_size": 2,
-        "global_batch_size": 4,
-        "model": {"adapter": f"{__file__}:AdaptedScript", "precision": "fp64"},
+    values = {
+        "actor": {
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "model": {"adapter": f"{__file__}:{adapter}", "precision": "fp64"},
+        },
         "data": {"train_data_paths": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")},
         "runner": {"device": "cpu", "nproc_per_node": 2, "max_steps": 1, "logger": {"log_path": str(tmp_path)}},
     }
-    with pytest.raises(ShardtuneError, match=SCRIPTED):
-        shardtune.train(recipe)
+    with pytest.raises(ShardtuneError, match=says):
+        command(load_recipe(values).to_dict())
 
 
 class Engine(shardtune.nn.BaseTrainModule, Net):
