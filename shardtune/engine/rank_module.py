@@ -24,31 +24,26 @@ from shardtune.engine.full_state import full_state, is_weight_directory, load_di
 from shardtune.engine.generation import let_generate
 from shardtune.engine.gradients import Gradients
 from shardtune.engine.initial_weights import load_first_weights
+from shardtune.engine.late_tensors import LateTensors
+from shardtune.engine.module_layout import gathered_units, sequence_forward, share_matrices
 from shardtune.engine.nn import (
     BaseTrainModule,
     RankContext,
     crosses_borders,
     in_call,
     naming_own_processor,
-    pretrained_parts,
     set_rank_context,
     unwrapped,
 )
 from shardtune.engine.offload import Memory, optimizers_of
 from shardtune.engine.pickling import detached
 from shardtune.engine.push import Facts, Form, Names, Receiver, copy_parts, facts_of, forms_of, names_between, stream
-from shardtune.engine.sequence_parallel import SequenceForward
 from shardtune.engine.split_arguments import Part
 from shardtune.engine.stops import Stops
-from shardtune.errors import ModelError, ParallelError
-from shardtune.models.attention_heads import heads_of
-from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.parts import parts_of
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
-from shardtune.parallel.shard_units import choose_units
-from shardtune.parallel.tensor_parallel import Heads, check_heads
 from shardtune.parallel.torch_private.fsdp2 import forget_iteration, is_at_rest
 from shardtune.parallel.torch_private.operations import tree_map_only
 from shardtune.parallel.torch_private.tensors import quieten_redistribution
@@ -110,7 +105,6 @@ class RankModule:
         self._memory = Memory(self._module, ranks.device)
         self._reported: set[str] = set()
         self._unsummed: set[str] = set()
-        self._made: dict[str, str] = {}
         self._exports = Exports()
         self._receiver: Receiver | None = None
         kind = type(self._module)
@@ -118,9 +112,9 @@ class RankModule:
         if not trained:
             self._module.requires_grad_(False)
         share_values(self._module, ranks)
-        sequence = self._sequence_forward()
-        model_parallel = self._apply_model_parallel()
-        units = self._units()
+        sequence = sequence_forward(self._module, ranks)
+        model_parallel = share_matrices(self._module, ranks)
+        units = gathered_units(self._module)
         precision, layout = order.precision, order.layout
         master = MASTER_DTYPE[precision]
         if trained and ranks.mesh is not None:  # on one rank PyTorch and the user's optimizer do what they can
@@ -157,8 +151,9 @@ class RankModule:
         self._attributes = Attributes(self._module, ranks)
         with self._as_printed(), self._weights.whole.method("on_weights_materialized"):
             self._module.on_weights_materialized()
-        self._adopt_added()
-        self._check_optimized("on_weights_materialized")
+        self._late = LateTensors(self._module, self._weights, self.name)
+        self.notes += self._late.adopt(ranks)
+        self._late.check_optimizers("on_weights_materialized")
         self._trained = trained_names(self._module, self._weights)  # grows: what is frozen later is saved all the same
         self._weights.copy_masters_to_model()
         self._frozen = FrozenWeights(self._weights, ranks, self._trained)
@@ -188,104 +183,6 @@ class RankModule:
         with self._weights.whole.method("generate"):
             yield
         self._stops.end_apart()
-
-    def _adopt_added(self) -> None:
-        """Let parameters that `on_weights_materialized` has made be synchronised and saved as the others are."""
-        added = self._weights.added()
-        made = self._ranks.gather({name: (tuple(p.shape), str(p.dtype)) for name, p in added.items()})
-        if any(other != made[0] for other in made):
-            rank = next(rank for rank, other in enumerate(made) if other != made[0])
-            raise ModelError(
-                f"rank 0 makes the parameters {made[0]}, rank {rank} {made[rank]}",
-                where="on_weights_materialized",
-                remedy="make the same ones on every rank",
-            )
-        self._weights.adopt(added)
-        if added and self._ranks.world_size > 1:
-            self.notes.append(
-                f"{len(added)} parameters made in on_weights_materialized are whole on every rank, with rank 0's "
-                f"values: {_few(added)}; made in __init__ they would be sharded"
-            )
-
-    def _check_none_added(self, method: str, *, ran: bool = True) -> None:
-        """Refuse parameters and buffers that a method has made: no other rank has the same values, and nothing saves
-        them.
-
-        Args:
-            method: of the user's, that has run; or of the engine's, that is to run.
-            ran: which of both.
-        """
-        added, buffers = self._weights.added(), self._weights.added_buffers()
-        self._made = {name: self._made.get(name, method if ran else "a method") for name in (*added, *buffers)}
-        if added or buffers:
-            made = f"parameters {_few(added)}" if added else f"buffers {_few(buffers)}"
-            by = next(iter(self._made.values()))
-            again = "" if by == method else ", and the module still has them"
-            raise ModelError(
-                f"{by} has made the {made} after the module was built: they are neither synchronised nor saved{again}",
-                where=f"{self.name}.{method}",
-                remedy="make them in on_weights_materialized, or in __init__"
-                + (f"; del self.{next(iter(self._made))} in a method removes it" if again else ""),
-            )
-
-    def _check_optimized(self, method: str) -> None:
-        """Refuse optimizers of the module with tensors that are not its parameters: their gradients are not summed over
-        ranks."""
-        own = {id(parameter) for parameter in self._weights.parameters.values()}
-        for name, optimizer in optimizers_of(self._module).items():
-            for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
-                if id(tensor) not in own:
-                    raise ModelError(
-                        f"self.{name} trains a tensor {list(tensor.shape)} that is no parameter of the module: its "
-                        "gradient would be that of each rank's own rows, and nothing saves it",
-                        where=f"{self.name}.{method}",
-                        remedy="make it one in __init__ or on_weights_materialized: self.log_alpha = "
-                        "torch.nn.Parameter(…), self.critics = torch.nn.ModuleList([…])",
-                    )
-
-    def _sequence_forward(self) -> SequenceForward | None:
-        if self._ranks.layout.sequence == 1:
-            return None
-        assert self._ranks.sequence_mesh is not None
-        return SequenceForward(self._module, self._ranks.sequence_mesh, rings=self._rings())
-
-    def _rings(self) -> bool:
-        """Whether ranks that share sequences send each other keys and values instead of heads."""
-        return any(self._ranks.layout.rings(heads.query, heads.key_value) for heads in self._all_heads())
-
-    def _all_heads(self) -> list[Heads]:
-        """The heads of each model of transformers in the module."""
-        return [heads for _, part in pretrained_parts(self._module) if (heads := heads_of(part.config)) is not None]
-
-    def _apply_model_parallel(self) -> ModelParallel:
-        layout = self._ranks.layout
-        found = self._all_heads() if layout.tensor > 1 or layout.sequence > 1 else []
-        exchanged = 1 if self._rings() else layout.sequence
-        for heads in found:
-            check_heads(heads, layout.tensor, exchanged, ", or leave sequence_method out" if exchanged > 1 else "")
-        fewest = min(found, key=lambda heads: heads.key_value, default=None)
-        if fewest is not None and fewest.key_value < layout.tensor and len(set(found)) > 1:
-            raise ParallelError(
-                f"the models in {type(self._module).__name__} have different heads, and one has {fewest.key_value} of "
-                f"keys and values, fewer than {layout.tensor} tensor ranks",
-                where=f"build(tensor_parallel_size={layout.tensor})",
-                remedy=f"use tensor_parallel_size={fewest.key_value}",
-            )
-        return apply_model_parallel(
-            self._module, self._module.tensor_plan, {}, self._ranks, fewest if layout.tensor > 1 else None
-        )
-
-    def _units(self) -> list[nn.Module]:
-        """The modules that are gathered as one: those that the class declares, or detected ones."""
-        named = tuple(self._module.non_split_modules or ())  # None: a hook that is still blank
-        chosen = [module for module in self._module.modules() if named and isinstance(module, named)]
-        if named and not chosen:
-            raise ModelError(
-                f"no module of {type(self._module).__name__} is a {' or a '.join(kind.__name__ for kind in named)}",
-                where="non_split_modules",
-                remedy=f"it has {', '.join(sorted({type(module).__name__ for module in self._module.modules()}))}",
-            )
-        return choose_units(self._module, sorted({type(module).__name__ for module in chosen}))[0]
 
     @contextmanager
     def _as_printed(self) -> Iterator[None]:
@@ -332,8 +229,8 @@ class RankModule:
                 self._report_unsummed(name, unsummed[0])
         finally:
             self._weights.copy_masters_to_model()  # changes of the weights take effect in the next forward
-        self._check_none_added(name)
-        self._check_optimized(name)
+        self._late.check_none(name)
+        self._late.check_optimizers(name)
         return None if part.idle else value
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -421,7 +318,7 @@ class RankModule:
             method: of the engine, which reads it.
         """
         self.wake()
-        self._check_none_added(method, ran=False)
+        self._late.check_none(method, ran=False)
         self._weights.agree_on_buffers()
 
     def memory(self) -> int:
@@ -435,7 +332,7 @@ class RankModule:
     def load(self, folder: str) -> None:
         self.wake()
         self._exports.spoil()
-        self._check_none_added("load", ran=False)
+        self._late.check_none("load", ran=False)
         if is_saved_state(Path(folder)) or not is_weight_directory(Path(folder)):
             changed = self._frozen.changed()
             now = self._trained | trained_names(self._module, self._weights) | changed
@@ -514,7 +411,3 @@ class RankModule:
 
     def end(self) -> None:
         self._memory.forget()
-
-
-def _few(names: Collection[str]) -> str:
-    return f"{', '.join([*names][:3])}{', …' if len(names) > 3 else ''}"

@@ -214,8 +214,9 @@ def check_gradient(kit: Kit) -> str:
             f"parameters: {_few(unreached)}",
             where=f"{adapter}.loss, {BUILD}",
             remedy="use them in the forward, or do not build them (add_pooling_layer=False, say), or freeze them: by "
-            "requires_grad_(False) in build, or in actor.model.freeze; where other rows use them, let "
-            "examples() return such rows too, or begin the file with some: data.train_data_paths=…",
+            "requires_grad_(False) in build, or in actor.model.freeze; where other rows use them (an expert that these "
+            "do not choose), let examples() return such rows too, begin the file with some, or let "
+            f"{adapter}.may_be_idle(name) return True for them",
         )
     infinite = [name for name, gradient in measured.gradients.items() if not torch.isfinite(gradient).all()]
     if infinite:

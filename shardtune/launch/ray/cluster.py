@@ -132,17 +132,34 @@ def connect(
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # the prompt for it contacts the network
         local = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": object_store_bytes}
+    begin = partial(
+        ray.init,
+        address=address or "local",
+        logging_level=logging.ERROR,
+        namespace="shardtune",
+        log_to_driver=log_to_driver,
+        **local,
+    )
     try:
-        ray.init(
-            address=address or "local",
-            logging_level=logging.ERROR,
-            namespace="shardtune",
-            log_to_driver=log_to_driver,
-            **local,
-        )
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-        raise no_cluster(str(error).strip().splitlines()[0], where, remedy) from error
+        _begin_own(begin) if address is None else begin()
+    except Exception as error:  # Ray raises the class itself where a process of its own does not start in time
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise no_cluster(reason, where, remedy) from error
     return True
+
+
+def _begin_own(begin: Callable[[], object]) -> None:
+    """Start a cluster of this machine alone, a second time where Ray's processes need more than its 30 s at first, as
+    on a busy machine."""
+    import ray
+
+    try:
+        begin()
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        begin()
 
 
 def _check_head(address: str | None, where: str, remedy: str) -> None:

@@ -20,6 +20,7 @@ import yaml
 import shardtune
 from shardtune.errors import ParallelError, ShardtuneError
 from shardtune.launch.local import RankFailed
+from shardtune.launch.ray import cluster as ray_cluster
 from tests.support.tiny_run import Tiny, lines, make_tiny
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -207,6 +208,30 @@ def test_evaluation_runs_on_ray_too(tiny: Tiny, cluster: None, capfd: pytest.Cap
     told = capfd.readouterr().out
     there = json.loads(told[told.index("{") :])
     assert there["eval/loss"] == pytest.approx(here["eval/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_cluster_of_this_machine_has_a_second_chance_to_start_in_time(
+    monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    import ray
+
+    begun: list[dict[str, Any]] = []
+
+    def init(**arguments: Any) -> None:
+        begun.append(arguments)
+        if len(begun) <= failures:
+            raise Exception("The current node timed out during startup. This could happen because …")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    if failures == 1:
+        assert ray_cluster.connect(None, cores=2, where="here")
+    else:
+        with pytest.raises(ParallelError, match="the Ray cluster cannot be used: The current node timed out"):
+            ray_cluster.connect(None, cores=2, where="here")
+    assert [call["address"] for call in begun] == ["local", "local"] and begun[0]["num_cpus"] == 2
 
 
 def test_without_ray_the_extra_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
