@@ -231,7 +231,8 @@ def test_a_cluster_of_this_machine_has_a_second_chance_to_start_in_time(
     else:
         with pytest.raises(ParallelError, match="the Ray cluster cannot be used: The current node timed out"):
             ray_cluster.connect(None, cores=2, where="here")
-    assert [call["address"] for call in begun] == ["local", "local"] and begun[0]["num_cpus"] == 2
+    assert [call["address"] for call in begun] == ["local", "local"]
+    assert begun[0]["num_cpus"] == 2
 
 
 def test_without_ray_the_extra_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
