@@ -37,8 +37,10 @@ def require_known(name: str) -> None:
         f"actor.model.model_type = {name} is not known",
         where="actor.model.model_type",
         remedy=(
-            f"use one of {', '.join([*MODEL_TYPES, *known_names()])} (shardtune models lists them), or name the file "
-            "that registers it in plugins"
+            f"write adapter: {name} for a class in a file; a model_type is a name under which one is registered"
+            if ".py:" in name
+            else f"use one of {', '.join([*MODEL_TYPES, *known_names()])} (shardtune models lists them), or name the "
+            "file that registers it in plugins"
         ),
     )
 

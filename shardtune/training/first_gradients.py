@@ -30,6 +30,7 @@ def with_report(
     report: Callable[[str], None],
     done: Callable[[], None],
     *,
+    may_be_idle: Callable[[str], bool],
     users: bool,
     recomputes: bool,
 ) -> Accumulate:
@@ -46,6 +47,7 @@ def with_report(
         ranks: of the run; all of them do the first step.
         report: receives a line, if there are such parameters.
         done: called after it, so that `accumulate` alone is used from then on.
+        may_be_idle: whether a parameter may have no gradient, so that it is not reported.
         users: whether the loss is a user's, and not compiled.
         recomputes: whether units are computed again in the backward pass.
     """
@@ -80,7 +82,7 @@ def with_report(
         found = ranks.gather(
             [name for name in trained if (one := weights.parameters[name]).grad is None or id(one) in zeros]
         )
-        missing = [name for name in trained if all(name in names for names in found)]
+        missing = [name for name in trained if all(name in names for names in found) and not may_be_idle(name)]
         if 0 < len(missing) < len(trained):
             report(_line(missing, len(trained)))
         done()

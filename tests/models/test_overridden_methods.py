@@ -132,7 +132,7 @@ def test_every_method_of_an_adapter_is_called(tmp_path: Path) -> None:
     assert not report.failures
     called = {call.method for call in CALLS}
     assert called == set(public_methods(Adapter)) - ELSEWHERE
-    of_kit = {"examples", "may_be_idle", "filler"}  # and of ranks without rows
+    of_kit = {"examples", "filler"}  # and of ranks without rows
     assert called - in_training == {*of_kit, "predict_rows", "encode_input"}
     assert misfits(Adapter, CALLS) == []
 

@@ -146,8 +146,19 @@ def test_a_worker_is_found(tmp_path: Path, code: str, model: dict[str, Any], nam
         (NET, {"worker": "my_net"}, "mine.py:my_net is no worker"),
         (NET, {"worker": "Nobody"}, "has no function or class 'Nobody'"),
         (NET + worker(), {"worker": "Mine", "model_type": "my_nett"}, "actor.model.model_type = my_nett is not known"),
+        (NET + worker(), {"worker": "Mine", "model_type": "net.py:Net"}, "write adapter: net.py:Net for a class in a"),
     ],
-    ids=["none", "an abstract one", "two", "two beside a function", "half", "a function", "nobody", "a wrong type"],
+    ids=[
+        "none",
+        "an abstract one",
+        "two",
+        "two by a function",
+        "half",
+        "a function",
+        "nobody",
+        "a wrong type",
+        "a file",
+    ],
 )
 def test_what_is_no_worker_is_said(tmp_path: Path, code: str, model: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as error:

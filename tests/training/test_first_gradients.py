@@ -44,6 +44,19 @@ class Spare(Adapter):
         return LossSum(model(batch["x"]).square().sum(), len(batch.rows))
 
 
+class Declared(Spare):
+    """It says which parameters may have no gradient."""
+
+    def may_be_idle(self, name: str) -> bool:
+        return name in self.idle
+
+    idle = ("spare.weight", "spare.bias")
+
+
+class DeclaredInPart(Declared):
+    idle = ("spare.bias",)
+
+
 def worker(folder: str, adapter: str, report: Callable[[str], None] = lambda _: None, **actor: object) -> SFTWorker:
     """On rows of `folder`."""
     recipe = {
@@ -55,10 +68,10 @@ def worker(folder: str, adapter: str, report: Callable[[str], None] = lambda _: 
     return made
 
 
-def reported(folder: str) -> tuple[list[str], list[dict[str, float]]]:
+def reported(folder: str, adapter: str = "Spare") -> tuple[list[str], list[dict[str, float]]]:
     """The lines about gradients, and the metrics, of two steps."""
     lines: list[str] = []
-    made = worker(folder, "Spare", lines.append, micro_batch_size=1, global_batch_size=4)
+    made = worker(folder, adapter, lines.append, micro_batch_size=1, global_batch_size=4)
     metrics = [made.run_training(), made.run_training()]
     made.release()
     return [line for line in lines if "gradient" in line], metrics
@@ -130,6 +143,12 @@ def folder(tmp_path: Path) -> str:
 
 def test_parameters_without_a_gradient_are_named(folder: str) -> None:
     check(reported(folder))
+
+
+def test_parameters_that_may_have_no_gradient_are_not_named(folder: str) -> None:
+    assert reported(folder, "Declared")[0] == []
+    (line,) = reported(folder, "DeclaredInPart")[0]
+    assert line.startswith("no gradient in the first step for 1 of 4 trained parameters: spare.weight. ")
 
 
 def test_parameters_without_a_gradient_are_named_on_ranks(folder: str) -> None:

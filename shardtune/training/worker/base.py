@@ -465,6 +465,7 @@ class FSDPSftWorker(ABC):
             self.ranks,
             self.report,
             self._begin_plain_steps,
+            may_be_idle=self.task.may_be_idle,
             users=own and not self.recipe.actor.model.compile,
             recomputes=bool(self.recipe.actor.model.gradient_checkpointing),
         )

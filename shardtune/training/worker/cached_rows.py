@@ -140,6 +140,9 @@ class CachedRowsTask(Task):
     def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Collection[str]:
         return self.adapter.new_weights(model, missing)
 
+    def may_be_idle(self, name: str) -> bool:
+        return self.adapter.may_be_idle(name)
+
     @property
     def builds_by_class(self) -> bool:
         return self.adapter.builds_by_class

@@ -127,6 +127,10 @@ class Task(ABC):
         """Whether the loss is computed by a user's code, where the worker does not change it."""
         return True
 
+    def may_be_idle(self, name: str) -> bool:
+        """Whether a trained parameter may have no gradient, see `Adapter.may_be_idle`."""
+        return False
+
     @property
     def new_parts(self) -> Sequence[str]:
         """Submodules that the initial weights may lack, see `Adapter.new_parts`."""
