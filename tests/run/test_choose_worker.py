@@ -152,7 +152,7 @@ def test_a_worker_is_found(tmp_path: Path, code: str, model: dict[str, Any], nam
         "none",
         "an abstract one",
         "two",
-        "two by a function",
+        "two, a function",
         "half",
         "a function",
         "nobody",
