@@ -24,7 +24,7 @@ def export(
         Path | None, typer.Option("--to", "--output-dir", "-o", help="The same directory, as an option.")
     ] = None,
     checkpoint: Checkpoint = "final",
-    dtype: Annotated[str, typer.Option(help="auto (the base model's) | fp32 | bf16 | fp16")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (the base model's) | fp64 | fp32 | bf16 | fp16")] = "auto",
     merge: Annotated[bool, typer.Option("--merge", help="Merge a LoRA adapter into the base weights.")] = False,
     trust: Trust = None,
 ) -> None:

@@ -54,7 +54,7 @@ NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generat
 ))  # fmt: skip
 
 
-EXPORT_DTYPES = ("auto", "fp32", "bf16", "fp16")
+EXPORT_DTYPES = ("auto", "fp64", "fp32", "bf16", "fp16")
 
 
 class Run:
@@ -340,7 +340,7 @@ class Run:
         Args:
             to: the directory, which must be empty or not exist yet; of a link, what it leads to.
             checkpoint: final, latest, best, a step, or a path.
-            dtype: auto (the base model's) | fp32 | bf16 | fp16.
+            dtype: auto (the base model's) | fp64 | fp32 | bf16 | fp16.
             merge: add the adapter to the base model's weights, in full precision, and write the whole model.
             check: whether to compare.
             report: receives the result of the comparison.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer, CLIPImageProcessorPil, Qwen2ForCausalLM
 
 import shardtune
@@ -169,3 +170,20 @@ def test_scores_that_are_not_finite_are_null_in_files_and_nan_in_python(tmp_path
     assert all(map(math.isnan, final_metrics(StoredRun.read(tmp_path)).values()))
     files[0].write_text('{"step": 3, "eval/loss": NaN}')  # as earlier versions wrote it
     assert math.isnan(Run(tmp_path).metrics["eval/loss"])
+
+
+def test_weights_in_fp64_are_written_whole(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path)
+    keys = {"actor__model__precision": "fp64", "runner__final_dtype": "fp64", "runner__max_steps": 2}
+    run = shardtune.train(tiny.recipe("wide", **keys))
+    run.export(tmp_path / "exported", dtype="fp64")
+    folders = run.dir / "final", tmp_path / "exported"
+    final, exported = (Qwen2ForCausalLM.from_pretrained(folder, dtype="auto").state_dict() for folder in folders)
+    with run.worker("latest") as worker:
+        trained = {name: tensor.clone() for name, tensor in worker.inner_model.state_dict().items()}
+        worker.release()
+    for name, tensor in trained.items():
+        assert final[name].dtype == torch.float64
+        assert torch.equal(final[name], exported[name])
+        assert torch.equal(final[name], tensor), name
+    assert any(not torch.equal(tensor, tensor.float().double()) for tensor in final.values())

@@ -64,7 +64,7 @@ TABLE: Table = {
     "checkpoint.interval": By("runner.save_interval: N"),
     "checkpoint.keep_latest_k": By("runner.keep_last: N"),
     "checkpoint.async_mode": By("runner.async_save: true"),
-    "checkpoint.export_dtype": By("runner.final_dtype: fp32 (or bf16, fp16)"),
+    "checkpoint.export_dtype": By("runner.final_dtype: fp32 (or fp64, bf16, fp16)"),
     "checkpoint.load_step": Missing(
         "the newest checkpoint of a run is continued; runner.resume_dir names one", (None, -1)
     ),

@@ -154,7 +154,7 @@ class RunnerConfig(Section):
         None, "Checkpoints at multiples of this many steps are kept permanently; null: none are."
     )
     async_save: bool = key(False, "Write checkpoints in the background while training continues.")
-    final_dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(
+    final_dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = key(
         "auto",
         "The dtype of the weights in `final/`; auto: that of the base model's files, of an adapter or a module of your "
         "own that of training.",
