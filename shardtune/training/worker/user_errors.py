@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from types import CodeType, TracebackType
 
 import torch
+from torch.nn.utils import spectral_norm
 
 from shardtune.data.user_loader.batch import COLLATE, MissingField, kind_of, missing_field
 from shardtune.errors import DataError, ModelError
@@ -20,6 +21,9 @@ SHARDED = "mixed torch.Tensor and DTensor"
 
 ONCE = re.compile(r"derivative for (?:aten::)?(\w+) is not implemented")
 """In torch's message for an operation whose gradient has no graph."""
+
+OLD_NORM = spectral_norm.__code__.co_filename
+"""The file of the spectral norm that computes its weight in a hook, and not in a parametrization."""
 
 
 @contextmanager
@@ -54,7 +58,8 @@ def explaining(method: str, batch: object, device: torch.device) -> Iterator[Non
 def of_step(error: RuntimeError, layout: str) -> ModelError | None:
     """The readable form of an error of micro-batches; None for any that torch itself says well enough.
 
-    It is that of an operation with a part of a weight, or of one that is differentiated twice and cannot be.
+    It is that of an operation with a part of a weight, of one that is differentiated twice and cannot be, or of a
+    spectral norm whose hook meets a weight in another dtype or shape than its buffers.
 
     Args:
         error: of torch.
@@ -65,6 +70,12 @@ def of_step(error: RuntimeError, layout: str) -> ModelError | None:
             f"the loss differentiates a gradient, and torch's {once[1]} has no derivative",
             where="create_graph=True",
             remedy="in attention: actor.model.attn_implementation: eager; elsewhere: other operations",
+        )
+    if any(code.co_filename == OLD_NORM for code in _codes(error.__traceback__)):
+        return ModelError(
+            f"torch.nn.utils.spectral_norm cannot compute its weight here: {error}",
+            where="the model's forward",
+            remedy="make the layer with torch.nn.utils.parametrizations.spectral_norm, which computes the same",
         )
     if SHARDED not in str(error):
         return None
@@ -81,6 +92,13 @@ def _reads(batch: object, error: BaseException) -> bool:
     """Whether the innermost function that an error came through holds the batch."""
     frames = list(_frames(error.__traceback__))
     return any(value is batch for value in frames[-1].values()) if frames else False
+
+
+def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:
+    """The code of each function that an error came through, the outermost first."""
+    while traceback is not None:
+        yield traceback.tb_frame.f_code
+        traceback = traceback.tb_next
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[dict[str, object]]:

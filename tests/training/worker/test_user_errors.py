@@ -340,3 +340,17 @@ def test_a_kernel_without_second_derivatives_is_named() -> None:
     assert found is not None
     assert "scaled_dot_product_flash_attention" in found.what
     assert "attn_implementation: eager" in (found.remedy or "")
+
+
+def test_a_spectral_norm_that_finds_its_weight_in_another_dtype_is_named() -> None:
+    layer = nn.utils.spectral_norm(nn.Linear(4, 8))
+    layer.register_parameter("weight_orig", nn.Parameter(layer.weight_orig.detach().bfloat16()))  # as FSDP2 casts it
+    with pytest.raises(RuntimeError) as caught:
+        layer(rows()[:, :4].bfloat16())
+    found = of_step(caught.value, "")
+    assert found is not None
+    assert "torch.nn.utils.spectral_norm cannot compute its weight here: " in found.what
+    assert "torch.nn.utils.parametrizations.spectral_norm" in (found.remedy or "")
+    with pytest.raises(RuntimeError) as other:
+        nn.utils.spectral_norm(nn.Linear(4, 8))(torch.zeros(2, 5))
+    assert of_step(other.value, "") is None
