@@ -101,6 +101,30 @@ class FileLock:
             f"process {content['pid']} on {content['host']}" if {"pid", "host"} <= content.keys() else "another process"
         )
 
+    def in_use(self) -> bool:
+        """Whether another process holds the lock; changes nothing, and waits for a heartbeat from another machine."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without it
+            return self._is_touched()
+        finally:
+            os.close(descriptor)
+        return self._content().get("host") != socket.gethostname() and self._is_touched()
+
+    def _is_touched(self) -> bool:
+        try:
+            before = self._path.stat().st_mtime_ns
+            time.sleep(2 * self._beat_every)
+            return self._path.stat().st_mtime_ns != before
+        except OSError:
+            return False
+
     def _try(self) -> bool:
         try:
             descriptor, is_new = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644), True

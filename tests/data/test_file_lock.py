@@ -150,6 +150,20 @@ def test_a_living_holder_on_this_machine_may_be_silent_and_a_killed_one_frees_it
     lock.release()
 
 
+def test_whether_it_is_in_use_is_seen_without_taking_it(path):
+    assert not FileLock(path).in_use()
+    with hold(path):
+        assert FileLock(path).in_use()
+    path.write_text(json.dumps({"host": socket.gethostname(), "pid": 1, "token": "x"}))
+    assert not FileLock(path).in_use()
+    path.write_text(ELSEWHERE)
+    assert not FileLock(path, beat_every=0.05).in_use()
+    beat = threading.Timer(0.1, os.utime, [path])
+    beat.start()
+    assert FileLock(path, beat_every=0.3).in_use()
+    assert path.read_text() == ELSEWHERE
+
+
 def test_a_lock_is_free_though_forked_processes_live_on(path):
     with hold(path):
         child = os.fork()

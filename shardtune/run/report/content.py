@@ -14,8 +14,10 @@ from shardtune.config import Recipe, flatten
 from shardtune.config.schema import short_key
 from shardtune.config.tree import get_value, set_value
 from shardtune.config.yaml_text import yaml_text
+from shardtune.data.file_lock import FileLock
 from shardtune.launch.events import ALIVE, BEGINS
 from shardtune.run.diff.settings import PLACE
+from shardtune.run.directory import LOCK
 from shardtune.run.report.curves import natural_order
 from shardtune.run.stored_run import StoredRun
 from shardtune.training.loggers import SAMPLES, as_numbers
@@ -51,7 +53,9 @@ def state(run: StoredRun) -> tuple[str, str]:
     last = str(run.events[-1].get("event")) if run.events else ""
     if last in STATES:
         return STATES[last], "bad"
-    return ("running", "") if (run.path / ALIVE).exists() else ("not finished", "")
+    if not (run.path / ALIVE).exists():
+        return "not finished", ""
+    return ("running", "") if FileLock(run.path / LOCK).in_use() else ("killed", "bad")
 
 
 def seconds(run: StoredRun) -> float | None:

@@ -17,11 +17,14 @@ from typer.testing import CliRunner
 
 import shardtune
 from shardtune.cli.commands import app
+from shardtune.data.file_lock import FileLock
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.run.html import element
 from shardtune.run.report import write
+from shardtune.run.report.content import state
 from shardtune.run.report.curves import Decimated, natural_order
 from shardtune.run.report.write import REPORT, write_report
+from shardtune.run.stored_run import StoredRun
 from tests.support.tiny_run import Tiny, make_tiny
 
 BAD = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -142,6 +145,19 @@ def test_a_failure_is_a_line(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Non
     (line,) = told
     assert "No space left on device" in line
     assert "shardtune report" in line
+
+
+def test_a_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
+    run = StoredRun(tmp_path, tree={}, manifest={}, events=[{"event": "start", "step": 0}])
+    assert state(run) == ("not finished", "")
+    (tmp_path / "alive").write_text("7")
+    lock = FileLock(tmp_path / ".lock")
+    assert lock.acquire(lambda *_: True)
+    try:
+        assert state(run) == ("running", "")
+    finally:
+        lock.release()
+    assert state(run) == ("killed", "bad")
 
 
 def test_the_command(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
