@@ -3,46 +3,62 @@
 A process that ends closes its connections, and the others notice. A host that is cut off or loses power closes nothing:
 a collective would wait for it until its own limit, which is long since a save may be. So one rank of each host writes
 heartbeats to the rendezvous store, and rank 0 checks that they continue.
+
+Where a stop signal has ended a rank before the ranks could stop together, the store has that too, and the others stop.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
+from shardtune.errors import Interrupted
 from shardtune.launch.events import write_last_event
 from shardtune.launch.local import is_launched
 
 BEATS_PER_LIMIT = 6
 LONGEST_BEATS = 3.0
 """A pause counts as so many beats at most: in a longer one the process itself did not run, and heard nobody."""
+ANNOUNCE_SECONDS = 2.0
+"""How long a rank that ends may take to write into the store that it was stopped."""
+
+_watches = 0
 
 
 class PeerWatch:
-    """Ends this process with code 1 once a host is lost.
+    """Ends this process with code 1 once a host is lost, and stops it once a rank of another host was stopped alone.
 
     Args:
         nodes: the hosts, each with its ranks.
         rank: of this process.
         limit: seconds without a heartbeat.
         run_dir: where the loss of a host is recorded as an event.
+        number: of the watch; a process has one for each run. A stop belongs to one run.
     """
 
-    def __init__(self, nodes: Mapping[str, Sequence[int]], rank: int, limit: float, run_dir: Path) -> None:
+    def __init__(
+        self, nodes: Mapping[str, Sequence[int]], rank: int, limit: float, run_dir: Path, number: int = 1
+    ) -> None:
         self._nodes = [(node.partition("/")[0], list(ranks)) for node, ranks in nodes.items()]
         self._rank = rank
         self._limit = limit
         self._every = limit / BEATS_PER_LIMIT
         self._run_dir = run_dir
+        self._stopped = f"shardtune/peers/stopped/{number}"
         self._done = threading.Event()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._announced = threading.Event()
         self._answers = 0  # of the store
         for work in (self._beat, self._judge):
             threading.Thread(target=work, name="shardtune-peer-watch", daemon=True).start()
@@ -50,24 +66,51 @@ class PeerWatch:
     @classmethod
     def over(cls, nodes: Mapping[str, Sequence[int]], rank: int, limit: float, run_dir: Path) -> PeerWatch | None:
         """A watch if there are several hosts and no launcher of this package that watches them."""
-        return cls(nodes, rank, limit, run_dir) if len(nodes) > 1 and not is_launched() else None
+        global _watches
+        if len(nodes) == 1 or is_launched():
+            return None
+        _watches += 1  # every rank has as many
+        return cls(nodes, rank, limit, run_dir, _watches)
+
+    @contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Let the other hosts stop too if a signal stops this rank alone inside.
+
+        A signal before the first step or after the last one reaches perhaps one host, and the others would wait for it.
+        """
+        try:
+            yield
+        except Interrupted as stopped:
+            if not stopped.together:
+                self._stopping.set()
+                self._wake.set()
+                self._announced.wait(ANNOUNCE_SECONDS)
+            raise
 
     def end(self) -> None:
         """Stop watching: all ranks end together."""
         self._done.set()
+        self._wake.set()
 
     def _beat(self) -> None:
         """Write heartbeats and read those of the others; blocks if the network does."""
         mine = next((number for number, (_, ranks) in enumerate(self._nodes) if ranks[0] == self._rank), None)
         seen = [(-1, 0.0)] * len(self._nodes)
         prefix = "shardtune/peers"  # agents may count restarts differently
-        store, last = None, time.monotonic()
+        store, last, told = None, time.monotonic(), False
         while not self._done.is_set():
             try:
                 store = store or self._connect()
+                if self._stopping.is_set():
+                    store.set(self._stopped, "")
+                    self._announced.set()
+                    return
                 if mine is not None:
                     store.add(f"{prefix}/{mine}", 1)
-                if self._rank == 0:
+                if not told and store.check([self._stopped]):
+                    told = True
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+                elif self._rank == 0 and not told:  # once it stops, others may have ended
                     now = time.monotonic()
                     self._look(store, prefix, seen, self._passed(now - last))
                     last = now
@@ -76,7 +119,7 @@ class PeerWatch:
                 self._answers += 1
             except RuntimeError:  # a broken connection; `_judge` waits first, as ranks may be ending
                 store = None
-            self._done.wait(self._every)
+            self._wake.wait(self._every)
 
     def _connect(self) -> dist.Store:
         return dist.TCPStore(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def _train_from(
 
     if is_one_of_several():
         loaded, peers = read_together(read)
-        with loaded.spelling.in_errors():
+        with loaded.spelling.in_errors(), nullcontext() if peers is None else peers.announcing():
             return Run(train_rank(loaded, objects, peers, recording=recording), trained_here=True)
     loaded = read()
     with loaded.spelling.in_errors():

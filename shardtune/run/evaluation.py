@@ -66,7 +66,12 @@ def evaluate(
     if "RANK" in os.environ:
         end_with_parent()
     with recipe.spelling.in_errors():
-        return _evaluate(recipe, run_dir, overrides, checkpoint=checkpoint, trust=trust)
+        peers = read_together(lambda: recipe)[1] if is_one_of_several() else None
+        with nullcontext() if peers is None else peers.announcing():
+            metrics = _evaluate(recipe, run_dir, overrides, checkpoint=checkpoint, trust=trust)
+    if peers is not None:
+        peers.end()
+    return metrics
 
 
 def _no_target(path: Path) -> ConfigError:
@@ -90,7 +95,6 @@ def _evaluate(
     trust: Sequence[str],
 ) -> dict[str, float]:
     """`evaluate` on this rank."""
-    peers = read_together(lambda: recipe)[1] if is_one_of_several() else None
     logger = recipe.runner.logger
     if run_dir is not None:
         episodes = _unused(run_dir / SAMPLES / Path(checkpoint).name)
@@ -112,8 +116,6 @@ def _evaluate(
     with Display().during("evaluating") if worker.ranks.is_main else nullcontext():
         metrics = evaluation_method(worker)()
     leave_ranks(worker.ranks)  # only on success: otherwise the other ranks may be blocked in another collective
-    if peers is not None:
-        peers.end()
     return metrics
 
 

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from shardtune.errors import Interrupted
 from shardtune.launch import heartbeat
 from shardtune.launch.heartbeat import PeerWatch
+from shardtune.launch.signals import listening
 
 LIMIT = 0.6
 HOSTS = {"host-a/0": [0], "host-b/1": [1]}
@@ -83,3 +85,36 @@ def test_time_in_which_the_process_was_suspended_does_not_count(
     if rank == 0:
         assert left.wait(6 * LIMIT), "host-b is silent"
     watch.end()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_of_one_host_alone_stops_the_others_of_the_same_run(
+    port: int, left: threading.Event, tmp_path: Path, rank: int
+) -> None:
+    store = serve(port)
+    earlier = PeerWatch(HOSTS, 1, LIMIT, tmp_path)
+    other, own = (PeerWatch(HOSTS, one, LIMIT, tmp_path, number=2) for one in (1 - rank, rank))
+    with listening() as stop:
+        stop.message = "own message"
+        with stop.deferred():
+            with pytest.raises(Interrupted, match="its message"), other.announcing():
+                raise Interrupted("its message")
+            until = time.monotonic() + 5
+            while not stop.requested and time.monotonic() < until:
+                time.sleep(0.02)
+        with pytest.raises(Interrupted, match="own message"):
+            stop.check()
+    assert not left.is_set()
+    assert not store.check(["shardtune/peers/stopped/1"])
+    for watch in (earlier, other, own):
+        watch.end()
+
+
+def test_a_stop_of_all_ranks_together_is_not_announced(port: int, left: threading.Event, tmp_path: Path) -> None:
+    store = serve(port)
+    watch = PeerWatch(HOSTS, 1, LIMIT, tmp_path)
+    with pytest.raises(Interrupted), watch.announcing():
+        raise Interrupted("after step 3", together=True)
+    watch.end()
+    assert not store.check(["shardtune/peers/stopped/1"])
+    assert not left.is_set()
