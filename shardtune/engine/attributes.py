@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,10 +53,11 @@ class Attributes:
     Args:
         module: before its `on_weights_materialized`.
         ranks: of the engine.
+        is_part: whether a tensor is of this rank's part of a weight, in a shape of its own.
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
-        self._module, self._ranks = module, ranks
+    def __init__(self, module: nn.Module, ranks: Ranks, is_part: Callable[[torch.Tensor], bool]) -> None:
+        self._module, self._ranks, self._is_part = module, ranks, is_part
         self._torch = vars(nn.Module()).keys()
         self._before = dict(vars(module))
         self._values = {name: copy.deepcopy(value) for name, value in vars(module).items() if _is_plain(value)}
@@ -115,7 +116,8 @@ class Attributes:
         """Set the attributes as they were saved, and others as they were at first; every rank calls it.
 
         Raises:
-            CheckpointError: the module has no tensor to load one into that is sharded.
+            CheckpointError: the module has no tensor to load one into that is sharded, or ranks have parts of one that
+                was saved whole.
         """
         targets: dict[str, torch.Tensor] = {}
         self._states.clear()
@@ -164,11 +166,25 @@ class Attributes:
 
     def _target(self, each: Described, current: object, place: str) -> torch.Tensor:
         shape, dtype = tuple(each["shape"]), getattr(torch, each["dtype"])
+        if isinstance(current, torch.Tensor) and self._is_part(current):
+            self._check_part(current, shape, place)
         if isinstance(current, torch.Tensor) and tuple(current.shape) == shape and current.dtype == dtype:
             return current
         if each["sharded"]:
             raise self._lacks(place, f"a sharded tensor {list(shape)}")
         return torch.empty(shape, dtype=dtype, device=self._ranks.device)
+
+    def _check_part(self, part: torch.Tensor, saved: tuple[int, ...], place: str) -> None:
+        """Refuse to put a whole tensor in the place of what ranks have parts of, alike on all ranks."""
+        shapes = self._ranks.gather(tuple(part.shape))
+        if any(shape != saved for shape in shapes):
+            raise CheckpointError(
+                f"self.{place} was saved as a whole, {list(saved)}, and here it is a copy of this rank's part of a "
+                f"weight ({', '.join(map(str, map(list, shapes)))} on the ranks): fsdp1 divides weights in pieces that "
+                "no saved copy is divided in",
+                where="engine.load()",
+                remedy='load it with executor="fsdp2" or "ddp", or on one rank',
+            )
 
     def _lacks(self, place: str, what: str) -> CheckpointError:
         return CheckpointError(

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from shardtune.engine.whole_steps import WholeSteps
 from shardtune.errors import ModelError
 from shardtune.parallel.buffers import fingerprint_of
 from shardtune.parallel.ranks import Ranks
@@ -250,6 +251,7 @@ class Gradients:
     def stepping(self) -> Iterator[None]:
         """Inside, the steps of optimizers over the module's parameters reach its next forward."""
         own = {id(parameter) for parameter in self._weights.parameters.values()}
+        whole = WholeSteps()
 
         def concerns(optimizer: torch.optim.Optimizer) -> bool:
             return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
@@ -260,9 +262,11 @@ class Gradients:
                 self._weights.whole.stepping = True
                 for group in optimizer.param_groups:
                     one_by_one_if_mixed(group)
+                whole.before(optimizer)
 
         def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if concerns(optimizer):
+                whole.after()
                 self._weights.whole.stepping = False
                 self._weights.copy_masters_to_model()
                 self._weights.note_states([optimizer])
@@ -271,6 +275,7 @@ class Gradients:
         try:
             yield
         finally:
+            whole.after()
             self._weights.whole.stepping = False  # an optimizer that raises runs no hook
             for handle in handles:
                 handle.remove()

@@ -148,7 +148,7 @@ class RankModule:
             self._weights.copy_masters_to_model()
         self._module.train(trained)
         self._reach_before_forwards(units)
-        self._attributes = Attributes(self._module, ranks)
+        self._attributes = Attributes(self._module, ranks, self._weights.whole.is_part)
         with self._as_printed(), self._weights.whole.method("on_weights_materialized"):
             self._module.on_weights_materialized()
         self._late = LateTensors(self._module, self._weights, self.name)

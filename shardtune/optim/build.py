@@ -20,7 +20,7 @@ from shardtune.config.user_code import named_errors
 from shardtune.errors import ConfigError, ModelError
 from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer, ParamGroup, PlainSGD
 from shardtune.optim.muon import MATRICES, MuonWithAdamW
-from shardtune.optim.named_class import is_of_torch, optimizer_class, way_of
+from shardtune.optim.named_class import PLAIN, is_of_torch, optimizer_class, way_of
 from shardtune.optim.sharded import OfParts, OfWhole, plain_step
 
 FUSED_ON_GPUS = ("AdamW", "Adam", "SGD")
@@ -245,7 +245,8 @@ def build_optimizer(
         return _make(config.name, settings, arguments)
     if way == "whole":
         return OfWhole(settings, lambda groups: _make(config.name, groups, arguments))
-    if not is_of_torch(config.name) or (arguments.get("fused") and config.name in FUSED_OF_PARTS):
+    fused = arguments.get("fused") and config.name in FUSED_OF_PARTS
+    if not is_of_torch(config.name) or config.name in PLAIN or fused:
         return OfParts(settings, lambda groups: _make(config.name, groups, arguments))
     return _make(config.name, settings, arguments)
 

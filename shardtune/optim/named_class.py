@@ -20,8 +20,8 @@ REFUSED = {
     "LBFGS": "it evaluates the loss several times per step",
     "SparseAdam": "it takes sparse gradients only",
 }
-WHOLE = ("Adafactor", "Rprop")
-"""Optimizers of torch that cannot step a `DTensor`; they get whole parameters."""
+WHOLE, PLAIN = ("Adafactor",), ("Rprop",)
+"""Optimizers of torch that cannot step a `DTensor`: they get whole parameters, or parts as plain tensors."""
 Way = Literal["parts", "whole", "together"]
 """How an optimizer can step parameters of which ranks have parts: each part by itself, whole parameters one by one, or
 only all of them together."""

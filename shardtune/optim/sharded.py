@@ -7,7 +7,7 @@ gets whole parameters, one at a time, which all ranks step alike; its states lie
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 import torch
 from torch import nn
@@ -103,32 +103,43 @@ class OfWhole(_Outer):
     """
 
     def _step_group(self, number: int, group: ParamGroup) -> None:
-        after = [self._step_one(group, parameter) for parameter in group["params"] if parameter.grad is not None]
-        for settings in after[:1]:  # what it counts in a group it counts alike for each parameter
-            group.update(settings)
+        step_whole(group, self.state, self._make)
 
-    def _step_one(self, group: ParamGroup, parameter: nn.Parameter) -> ParamGroup:
-        """Step one parameter; returns the settings of its group after that."""
-        assert parameter.grad is not None
-        whole = nn.Parameter(_whole(parameter))
-        whole.grad = _whole(parameter.grad)
-        inner = self._inner(group, [whole])
-        state = self.state[parameter]
-        if state:
-            inner.state[whole] = {
-                key: _whole(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
-            }
-        plain_step(inner)
-        _put(parameter, whole)
-        for key, value in inner.state[whole].items():
-            if not (isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape):
-                state[key] = value
-                continue
-            if key not in state:
-                state[key] = torch.empty_like(parameter.detach(), dtype=value.dtype)
-            _put(state[key], value)
-        (inner_group,) = inner.param_groups
-        return {key: value for key, value in inner_group.items() if key != "params"}
+
+def step_whole(group: ParamGroup, states: MutableMapping[torch.Tensor, State], make: Make) -> None:
+    """Step those parameters of a group that have a gradient one at a time, as a whole.
+
+    Args:
+        group: with all of its settings; what the optimizer changes of them is changed.
+        states: of parameters.
+        make: of an optimizer of one parameter.
+    """
+    after = [_step_one(group, p, states[p], make) for p in group["params"] if p.grad is not None]
+    for settings in after[:1]:  # what it counts in a group it counts alike for each parameter
+        group.update(settings)
+
+
+def _step_one(group: ParamGroup, parameter: nn.Parameter, state: State, make: Make) -> ParamGroup:
+    """Step one parameter; returns the settings of its group after that."""
+    assert parameter.grad is not None
+    whole = nn.Parameter(_whole(parameter))
+    whole.grad = _whole(parameter.grad)
+    inner = make([{**group, "params": [whole]}])
+    if state:
+        inner.state[whole] = {
+            key: _whole(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
+        }
+    plain_step(inner)
+    _put(parameter, whole)
+    for key, value in inner.state[whole].items():
+        if not (isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape):
+            state[key] = value
+            continue
+        if key not in state:
+            state[key] = torch.empty_like(parameter.detach(), dtype=value.dtype)
+        _put(state[key], value)
+    (inner_group,) = inner.param_groups
+    return {key: value for key, value in inner_group.items() if key != "params"}
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:

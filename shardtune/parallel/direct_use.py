@@ -132,6 +132,8 @@ class ShardedOperands(TorchFunctionMode):
             except RuntimeError as error:
                 if operation.changes and "mixed torch.Tensor and DTensor" in str(error):
                     raise beside_whole(operation.name) from error
+                if operation.changes and "placement" in str(error):
+                    raise not_in_parts(operation.name) from error
                 raise
         if all(not tensor.ndim and not tensor.requires_grad for tensor in plain):  # numbers
             with suppress(RuntimeError):  # an operation that DTensors do not have
@@ -271,13 +273,27 @@ def other_data() -> ModelError:
     )
 
 
+_OPTIMIZER = "use an optimizer that computes entry by entry (Adam, SGD), or torch.optim.Adafactor or Rprop"
+
+
 def beside_whole(name: str) -> ModelError:
     """A change of a weight in place by a tensor that is no weight: ranks change their parts, and it is whole."""
     return ModelError(
         f"{name} changes this rank's part of a weight, and a tensor beside it is no part of one",
         where=name,
         remedy="give weights their values in materialization_source() or by engine.load(); in place, use numbers, "
-        "other weights, and their gradients and states (copy_(other), mul_(0.9), lerp_(other, 0.1))",
+        "other weights, and their gradients and states (copy_(other), mul_(0.9), lerp_(other, 0.1)); in an optimizer's "
+        f"step, {_OPTIMIZER}",
+    )
+
+
+def not_in_parts(name: str) -> ModelError:
+    """A change in place that needs more than what each rank has of a weight or of what was computed from it."""
+    return ModelError(
+        f"{name} changes in place what ranks have parts of, and needs more than its own part on each",
+        where=name,
+        remedy="compute entry by entry, without a change by index or mask (weight.copy_(torch.where(mask, new, "
+        f"weight)) for weight[mask] = …); in an optimizer's step, {_OPTIMIZER}",
     )
 
 

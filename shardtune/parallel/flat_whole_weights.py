@@ -53,6 +53,9 @@ class WholeFlatWeights(WholeWeights):
             if self._mode is not None:
                 self._mode.note(state)
 
+    def is_part(self, tensor: torch.Tensor) -> bool:
+        return tensor in self._parts
+
     @contextmanager
     def _gathered(self) -> Iterator[None]:
         with without_modes(FlatOperands), self._flattened.gathered():

@@ -76,6 +76,10 @@ class WholeWeights:
     def free(self) -> None:
         """Free gathered weights; the next use gathers them again."""
 
+    def is_part(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a copy or state of this rank's part of a weight, in a shape of its own."""
+        return False
+
     @contextmanager
     def noting_written(self, written: set[int], set_anew: Collection[int]) -> Iterator[None]:
         """Inside, the `id`s of this rank's parts of weights that forwards change while they are gathered are added.

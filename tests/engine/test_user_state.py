@@ -368,6 +368,27 @@ class Stepping(nn.Fsdp2TrainModule):
         return self.layer.weight.detach().clone(), float(steps), float(self.seen)
 
 
+class Copying(Stepping):
+    """Keeps copies of its weights beside them."""
+
+    def on_weights_materialized(self) -> None:
+        super().on_weights_materialized()
+        self.average = [parameter.detach().clone() for parameter in self.parameters()]
+
+
+def test_copies_of_weights_that_were_saved_whole_are_not_put_in_the_place_of_fsdp1s_parts(
+    two_ranks: TrainEngine, tmp_path: Path
+) -> None:
+    with TrainEngine(Copying()).build() as engine:
+        engine.step()
+        engine.save(tmp_path)
+    with (
+        TrainEngine(Copying(), executor="fsdp1").build(colocate_with=two_ranks) as engine,
+        pytest.raises(CheckpointError, match=r"(?s)average was saved as a whole, \[2, 2\], .*fsdp1 divides .*fsdp2"),
+    ):
+        engine.load(tmp_path)
+
+
 @pytest.mark.parametrize("at", ["save_tensors", "sync_tree"])
 def test_a_save_that_is_interrupted_leaves_the_one_before(
     at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

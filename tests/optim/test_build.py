@@ -75,6 +75,7 @@ def test_optimizers_of_whole_matrices_are_refused_where_ranks_have_flat_parts() 
     for layout in (Layout(shard=2, flat=True), Layout(shard=2, expert=2)):
         with pytest.raises(ConfigError, match=r"Adafactor cannot train on 2 ranks in this layout: it steps whole matr"):
             check_optimizer(config(name="Adafactor"), layout)
+        check_optimizer(config(name="Rprop"), layout)
 
 
 @pytest.mark.parametrize(

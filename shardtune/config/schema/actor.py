@@ -29,7 +29,9 @@ class ParameterGroup(Section):
         "language_model."
     )
     lr: Number | None = key(None, "The group's peak learning rate; null: `optim.lr`.", ge=0)
-    weight_decay: Number | None = key(None, "The group's weight decay; null: `optim.weight_decay`.", ge=0)
+    weight_decay: Number | None = key(
+        None, "The group's weight decay, of vectors too; null: as `optim.weight_decay`.", ge=0
+    )
 
 
 class OptimConfig(Section):
