@@ -6,7 +6,6 @@ import copy
 from collections import defaultdict
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardtune.optim.low_bit import ParamGroup
@@ -24,7 +23,7 @@ class WholeSteps:
 
     def __init__(self) -> None:
         self._kinds = tuple(vars(torch.optim)[name] for name in (*WHOLE, *PLAIN))
-        self._held: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Step those parameters of an optimizer that its own step cannot."""
@@ -42,7 +41,7 @@ class WholeSteps:
                 group["params"] = [p for p in parameters if isinstance(p, DTensor)]
                 try:
                     step_whole(group, optimizer.state, of_one)
-                    self._held += [(p, p.grad) for p in group["params"] if p.grad is not None]
+                    self._held.extend((p, p.grad) for p in group["params"] if p.grad is not None)
                 finally:
                     group["params"] = parameters
         for parameter, _ in self._held:

@@ -135,9 +135,10 @@ def _step_one(group: ParamGroup, parameter: nn.Parameter, state: State, make: Ma
         if not (isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape):
             state[key] = value
             continue
-        if key not in state:
-            state[key] = torch.empty_like(parameter.detach(), dtype=value.dtype)
-        _put(state[key], value)
+        kept = state.get(key)
+        if not isinstance(kept, torch.Tensor):
+            kept = state[key] = torch.empty_like(parameter.detach(), dtype=value.dtype)
+        _put(kept, value)
     (inner_group,) = inner.param_groups
     return {key: value for key, value in inner_group.items() if key != "params"}
 
