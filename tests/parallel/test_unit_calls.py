@@ -131,6 +131,7 @@ Steps = Sequence[Sequence[Rows]]
 """By rank, the micro-batches of a step."""
 SHARDED = Layout(shard=2)
 COPIES = Layout(replicate=2)
+TENSOR = Layout(tensor=2)
 FLAT = Layout(shard=2, flat=True)
 
 
@@ -172,7 +173,8 @@ def train(case: Case, ranks: Ranks) -> Trained:
         weights.trainable().values(), lr=0.05, weight_decay=0.1
     )  # of None as of zeros, but for this
     before = {name: whole(tensor).clone() for name, tensor in weights.tensors().items()}
-    mine: Any = case.step[ranks.rank] if ranks.world_size > 1 else [batch for own in case.step for batch in own]
+    divided = ranks.world_size > 1 and case.layout.tensor == 1
+    mine: Any = case.step[ranks.rank] if divided else [batch for own in case.step for batch in own]
     losses, message, every = [], "", float(sum(map(len, case.step)))
     try:
         with torch.no_grad():
@@ -211,7 +213,11 @@ UNREAD = Rows(blocks=(0,), unread=(1, 2))
 FROZEN = [[Rows(), Rows(layers=(1,), frozen=0)], [Rows(layers=(1,)), Rows(layers=(1,), frozen=0)]]
 LAYERS = [[Rows(layers=(1,))], [Rows(layers=(0,))]]
 SWAPPED_HEADS = [[Rows(heads=(0,)), Rows(heads=(1,))], [Rows(heads=(1,)), Rows(heads=(0,))]]
+LATE_HEAD = [[Rows(heads=(0,)), Rows()], []]
 ALIKE: dict[str, Case] = {
+    "a first gradient in the last micro-batch, whole rows on both ranks, in half precision": Case(
+        LATE_HEAD, TENSOR, precision="bf16"
+    ),
     "a unit several times": Case(TWICE),
     "checkpoints": Case(TWICE, checkpoints=True, evaluates=TWICE),
     "kept between forward and backward": Case(TWICE, reshard=False, checkpoints=True),

@@ -345,7 +345,19 @@ def _end_backward(group: Any, filling: Filling, second: SecondDerivatives, fills
         return  # FSDP2 calls this once more when the pass ends
     if fills and filling.on:
         _fill(group, filling, complete=second.ahead)
+    if group.reduce_grads:
+        _widen(group)
     type(group).post_backward(group)
+
+
+def _widen(group: Any) -> None:
+    """Have all gradients in the dtype of the sum where some were accumulated in it: FSDP2 sums those of one dtype, and
+    a parameter's first one may come in the last micro-batch."""
+    made = [each for each in group.fsdp_params if "_unsharded_param" in vars(each)]
+    if any(each.unsharded_accumulated_grad is not None for each in made):
+        for each in made:
+            if each.unsharded_accumulated_grad is None:
+                each.to_accumulated_grad_if_needed()
 
 
 def _fill(group: Any, filling: Filling, *, complete: bool) -> None:
@@ -366,11 +378,6 @@ def _fill(group: Any, filling: Filling, *, complete: bool) -> None:
         for each in unused:
             filling.filled.add(id(each.sharded_param))
             each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
-        summed = [*used, *unused]
-        if any(each.unsharded_accumulated_grad is not None for each in summed):  # in the dtype of the sum, as all then
-            for each in summed:
-                if each.unsharded_accumulated_grad is None:
-                    each.to_accumulated_grad_if_needed()
     filling.passed.discard(id(group))
     filling.trained.difference_update([id(each.sharded_param) for each, _ in made])
 
