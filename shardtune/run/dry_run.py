@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.rank_layout import Layout
 from shardtune.config.user_code import import_plugins
 from shardtune.data.cache.by_file import RowsByFile, TrainingRows, rows_to_show
 from shardtune.data.cache.dataset import TokenDataset
@@ -43,6 +44,7 @@ from shardtune.training.worker.reported import check_worker_monitors, training_m
 from shardtune.training.worker.run_context import RunContext, set_up
 from shardtune.training.worker.task import Evaluation
 from shardtune.training.worker.user_evaluation import require_all_samples
+from shardtune.training.worker.user_task import UserTask
 
 SHOWN_ROWS = 2
 
@@ -75,6 +77,8 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
         set_up(worker, RunContext(report=display.report, notes=notes, tries_loss=True))
         _report_files(worker.task.rows, loaded.data.max_length, display)
         worker.loader.check_ranks(num_ranks(loaded.runner))
+        if isinstance(worker.task, UserTask):
+            worker.task.check_layout(worker.state.inner, Layout.of(loaded.actor, num_ranks(loaded.runner)))
         check_worker_monitors(worker)
         refuse_gradient_hooks(worker.weights.parameters.items(), worker.ranks, own=worker.weights.hooked)
         display.first_screen(worker.summary(), *_first_row(worker), plan.run_dir)

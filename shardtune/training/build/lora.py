@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
 from shardtune.config import ActorConfig, LoraConfig, ModelConfig, Recipe
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import WeightSource
-from shardtune.models.lora.attach import attach_adapter, base_tensors, is_adapted, keep_in_nf4
+from shardtune.models.lora.attach import attach_adapter, base_tensors, is_adapted, keep_in_nf4, lora_layers
 from shardtune.models.lora.config import ALL_LINEAR, CONFIG_FILE, SECTION, ends, is_frozen, is_inside, stored_config
 from shardtune.models.lora.init import changes_base, initialise_adapter
 from shardtune.models.lora.methods import is_other
@@ -60,18 +61,13 @@ def adapt(
     """
     config = recipe.actor.model
     ids = new_ids(recipe, tokenizer)
+    _refuse_adapted(model, config)
     notes = grow_embeddings(model, ids)
     if not config.is_lora:
         return notes
     if notes:
         call = f"base.resize_token_embeddings({max(ids) + 1})"
         notes.append(f"to load the adapter with PEFT, call {call} before PeftModel.from_pretrained")
-    if is_adapted(model):
-        raise ConfigError(
-            f"{type(model).__name__} has an adapter of PEFT already",
-            where="actor.model.is_lora: true",
-            remedy=f"pass the base model and set the adapter as {SECTION}.load_from",
-        )
     empty = all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter))
     afresh: list[str] = []
     if config.lora.load_from is None:
@@ -99,6 +95,19 @@ def adapt(
             )
         notes.append(keep_in_nf4(model, COMPUTE_DTYPE[config.precision]))
     return notes
+
+
+def _refuse_adapted(model: nn.Module, config: ModelConfig) -> None:
+    """Refuse a model with layers of PEFT: a run that did not add them itself could not read its own `final/`."""
+    if not is_adapted(model):
+        return
+    layers = ", ".join(name for name, _ in islice(lora_layers(model), 2))
+    raise ConfigError(
+        f"{type(model).__name__} has layers of PEFT already: {layers}",
+        where=f"actor.model.is_lora: {str(config.is_lora).lower()}",
+        remedy="make the model without them: actor.model.is_lora: true adds them to it. Its r, alpha and "
+        f"target_modules are keys of {SECTION}, and {SECTION}.load_from is for an adapter that is trained already",
+    )
 
 
 def check_frozen(model: nn.Module, config: ModelConfig) -> None:

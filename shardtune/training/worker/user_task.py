@@ -9,15 +9,18 @@ from transformers import PreTrainedModel
 
 from shardtune.batch import Metric
 from shardtune.config import DataEntry, Recipe
+from shardtune.config.rank_layout import Layout
 from shardtune.data.cache_directory import cache_root
 from shardtune.data.sources.fingerprint import fingerprints
 from shardtune.data.user_loader.rng import LoaderRng
 from shardtune.models.activation_checkpointing import set_execution
 from shardtune.models.adapter import WeightSource, cannot_share_sequences
 from shardtune.models.value_loss import HEAD
-from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
+from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel, check_experts
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
+from shardtune.parallel.tensor_parallel import check_planned
+from shardtune.parallel.unfit_parameters import check_joined, check_python, check_trained
 from shardtune.training.worker.exported_recipe import ACTS
 from shardtune.training.worker.task import DataPaths, Evaluated, Evaluation, Task, UserMethods
 from shardtune.training.worker.user_evaluation import sum_user_batches
@@ -114,10 +117,26 @@ class UserTask(Task):
         return choose_units(model, wrap=self._recipe.actor.fsdp_config.wrap)[0], ""
 
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
-        if ranks.layout.sequence > 1:
+        self._check_sequence(ranks.layout)
+        return apply_model_parallel(model, *_plans(model), ranks, None)
+
+    def check_layout(self, model: nn.Module, layout: Layout) -> None:
+        """Refuse, on one rank and without starting others, a layout that they would refuse for this model."""
+        self._check_sequence(layout)
+        tensor_plan, expert_plan = _plans(model)
+        if layout.tensor > 1:
+            check_planned(model, tensor_plan)
+        if layout.expert > 1:
+            check_experts(model, expert_plan, layout.expert)
+        if layout.num_ranks > 1:
+            check_python(model)
+            check_trained(model, self._recipe.actor.model.precision, on_ranks=True)
+            if layout.flat:
+                check_joined(dict(model.named_parameters()))
+
+    def _check_sequence(self, layout: Layout) -> None:
+        if layout.sequence > 1:
             raise cannot_share_sequences(self._kind, "it makes its batches itself")
-        plans = (model.tp_plan, model.ep_plan) if isinstance(model, PreTrainedModel) else ({}, {})
-        return apply_model_parallel(model, *plans, ranks, None)
 
     def evaluation_sets(self) -> list[DataPaths]:
         return evaluation_paths(self._recipe)
@@ -142,6 +161,11 @@ class UserTask(Task):
         self, name: str, loader: Iterable[object], info: Mapping[str, object], evaluation: Evaluation
     ) -> Evaluated:
         return self._sets.evaluate(name, loader, info, evaluation)
+
+
+def _plans(model: nn.Module) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """How tensor ranks, and the ranks of experts, share a model of transformers; no other one declares it."""
+    return (model.tp_plan, model.ep_plan) if isinstance(model, PreTrainedModel) else ({}, {})
 
 
 def training_paths(recipe: Recipe) -> DataPaths:
