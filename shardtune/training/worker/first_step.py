@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -26,11 +27,40 @@ class FirstStep:
         self._model, self._weights = model, weights
         self._unsaved = UnsavedBuffers(model)
         self._marks: dict[str, torch.Tensor] = {}
+        self._moved: list[str] = []
         weights.watch_masters(True)
 
     def note_buffers(self) -> None:
         """Note the buffers before the forwards of several micro-batches, and before nothing else that changes them."""
         self._marks = self._weights.buffer_marks()
+
+    @contextmanager
+    def watching_forwards(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, until the optimizer's first step, note which buffers change from one forward to another.
+
+        For a user's `run_training` that updates the weights itself, whose micro-batches are known to it alone.
+
+        Args:
+            model: whose forwards with gradients are those of micro-batches.
+            optimizer: of its weights.
+        """
+        first: dict[str, torch.Tensor] = {}
+
+        def begin(*_: object) -> None:
+            if not torch.is_grad_enabled():
+                return
+            now = self._weights.buffer_marks()
+            for key, mark in now.items():
+                if key not in self._moved and not torch.equal(mark, first.setdefault(key, mark)):
+                    self._moved.append(key)
+
+        hooks = [model.register_forward_pre_hook(begin)]
+        hooks.append(optimizer.register_step_pre_hook(lambda *_: hooks[0].remove()))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def check(self, report: Callable[[str], None], *, in_own_updates: bool) -> None:
         """Refuse what its forwards have made, as before each save, and name what ranks have lost.
@@ -54,11 +84,13 @@ class FirstStep:
             )
         now = self._weights.buffer_marks() if self._marks else {}
         moved = [key for key, mark in self._marks.items() if key not in lost and not torch.equal(mark, now[key])]
+        moved += [key for key in self._moved if key not in lost]
         if moved:
+            where = "let run_training do it" if self._moved else "let run_training of a worker do it"
             report(
                 f"the forwards of the first step change the buffers {named(moved)} of {name}, and the forward of a "
                 "micro-batch finds what those before it have left: what is computed from them depends on how rows are "
-                "cut into micro-batches. To change them once a step, let run_training of a worker do it"
+                f"cut into micro-batches. To change them once a step, {where}"
             )
         if changed := self._unsaved.changed():
             report(

@@ -348,6 +348,11 @@ class ModelState:
         assert self._first_step is not None
         self._first_step.note_buffers()
 
+    def watching_first_forwards(self) -> AbstractContextManager[None]:
+        """Around a first `run_training` that updates the weights itself; see `FirstStep.watching_forwards`."""
+        assert self._first_step is not None
+        return self._first_step.watching_forwards(self.model, self.optimizer)
+
     def check_first_step(self, report: Callable[[str], None]) -> None:
         """After a first step; `FirstStep.check`, whose lines `report` receives."""
         assert self._first_step is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Real
 
@@ -82,12 +83,14 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
             f"reached its end after {state.step} steps and stays there"
         )
     _begin_step(worker)
+    forwards: AbstractContextManager[None] = nullcontext()
     if first := not state.has_stepped:
         state.begin_first_step()
+        forwards = state.watching_first_forwards()
     updates = OwnUpdates(f"{kind.__name__}.{TRAINING}", state.weights)
     state.own_updates = updates
     try:
-        with watched(updates, worker.recipe, state.optimizer, lambda: state.in_step):
+        with watched(updates, worker.recipe, state.optimizer, lambda: state.in_step), forwards:
             found = worker.run_training()
     finally:
         state.own_updates = None

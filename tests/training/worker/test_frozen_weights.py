@@ -433,3 +433,31 @@ def test_one_micro_batch_a_step_moves_buffers_without_a_line(folder: Path) -> No
     lines: list[str] = []
     worker(folder, "Seeing", lines, micro_batch_size=8).run_training()
     assert not about(lines, "how rows are cut into micro-batches")
+
+
+class Updates(SFTWorker):
+    """All micro-batches of a step, and the update, by the worker itself."""
+
+    def run_training(self) -> dict[str, float]:
+        total = 0.0
+        for batch in next(self.position.steps).micro_batches:
+            loss = self.get_train_model_output(batch)["loss"]
+            loss.total.backward()
+            total += loss.total.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": total}
+
+
+@pytest.mark.parametrize("adapter", ["Seeing", "Still"])
+@pytest.mark.parametrize("micro_batch_size", [2, 8])
+def test_buffers_that_forwards_move_are_named_with_updates_of_a_workers_own(
+    folder: Path, adapter: str, micro_batch_size: int
+) -> None:
+    lines: list[str] = []
+    made = worker(folder, adapter, lines, Updates, micro_batch_size=micro_batch_size, max_epochs=2)
+    for _ in range(2):
+        training_method(made)()
+    found = about(lines, "how rows are cut into micro-batches")
+    assert len(found) == (micro_batch_size < 8)
+    assert all("seen of Twins" in line and line.endswith("let run_training do it") for line in found)
