@@ -24,6 +24,11 @@ LOST_PEER = (
 _NO_TEXT = re.compile(rf"(?:{CONTROL.pattern}|[\ufffd\ue000-\uf8ff])+")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with a noun, which is given for one and gets an s for any other number: `1 row`, `2,000 rows`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 class ShardtuneError(Exception):
     """A mistake in the user's input: shown as one message, without a traceback, with exit code 2.
 

@@ -77,6 +77,8 @@ def last_number(path: Path, kind: str) -> int:
             match chunk:
                 case JsonChunk(texts=[*_, (number, _)]) | RowChunk(numbered=[*_, (number, _)]):
                     pass
+                case RowChunk(numbered=[]):
+                    pass
                 case TableChunk(first=first, batch=batch):
                     number = first + batch.num_rows - 1
                 case _:

@@ -12,7 +12,7 @@ import pytest
 
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.files import json_text
-from shardtune.data.row_files import kind_of, read_rows
+from shardtune.data.row_files import kind_of, last_number, read_rows
 from shardtune.errors import DataError
 
 
@@ -112,6 +112,7 @@ def test_further_keys_beside_a_list_of_json(tmp_path: Path) -> None:
     for text in (f"{ONE}\n \n", f'{{"data": {ONE}}}\n', f' {{"data":{ONE} , "a": {TWO}, "b": {{"data": []}} }} '):
         (tmp_path / "a.json").write_text(text)
         assert read(tmp_path / "a.json") == {1: {"text": "a"}}
+        assert last_number(tmp_path / "a.json", "json") == 1
 
 
 @pytest.mark.parametrize("indent", [None, 2])

@@ -20,13 +20,13 @@ from shardtune.data.cache.entry import EncodedRow, EncodedRows, EntryWriter, Tal
 from shardtune.data.cache.fields import Kinds, kinds_of, require_same_kinds
 from shardtune.data.cache_directory import content_size
 from shardtune.data.encoder import ByUser, Encoder, NamesUnread, Row, RowDropped, RowError, bad_row, caused_by
-from shardtune.data.files.chunk import Chunk
+from shardtune.data.files.chunk import Chunk, RowChunk
 from shardtune.data.loader.prefetch import ProcessDied, computed_ahead
 from shardtune.data.progress import BuildProgress
 from shardtune.data.robot.frames import FrameRow
 from shardtune.data.row_formats import format_of, in_format, unread_keys
 from shardtune.data.sources.source import Source, SourceFile, prepare_row
-from shardtune.errors import DataError
+from shardtune.errors import DataError, counted
 
 # Below this many bytes starting processes costs more than it saves.
 _SMALL_FILE = 1 << 20
@@ -92,7 +92,7 @@ def too_many_bad(label: str, tally: Tally, most: int) -> DataError:
     """The error for more bad rows than the recipe allows."""
     rows = "; ".join(f"row {number:,}: {reason}" for number, reason in tally.bad.first[:5])
     return DataError(
-        f"{tally.bad.count:,} rows cannot be used, data.max_bad_rows is {most:,}. The first: {rows}",
+        f"{counted(tally.bad.count, 'row')} cannot be used, data.max_bad_rows is {most:,}. The first: {rows}",
         where=label,
         remedy="mend the rows, name their format or columns, or raise data.max_bad_rows",
     )
@@ -110,7 +110,7 @@ def encode_chunk(task: BuildTask, chunk: Chunk, most: int | None = None) -> Enco
 
 
 def _encode_chunk(task: BuildTask, chunk: Chunk, most: int | None, *, draws: bool) -> EncodedRows:
-    tally, kept = Tally(), []
+    tally, kept = Tally(beside=list(chunk.beside) if isinstance(chunk, RowChunk) else []), []
     for number, row in chunk.rows():
         tally.rows += 1
         try:

@@ -19,7 +19,7 @@ from shardtune.data.cache.blocks import TokenBlock
 from shardtune.data.cache.entry import Entry, Notes, Tally
 from shardtune.data.cache.fields import Kinds, require_same_kinds
 from shardtune.data.row_shapes import shown_key
-from shardtune.errors import DataError
+from shardtune.errors import DataError, counted
 
 _OUTCOMES = {
     "truncated": "cut to data.max_length",
@@ -84,6 +84,7 @@ class DataReport:
         """
         limit = "data.max_length" if max_length is None else f"data.max_length: {max_length:,}"
         named: dict[str, set[str]] = {}
+        beside: dict[str, list[str]] = {}
         for file in self.files:
             for outcome, text in _OUTCOMES.items():
                 notes: Notes = getattr(file.tally, outcome)
@@ -96,6 +97,7 @@ class DataReport:
             known = named.setdefault(file.source, set(_of_all_rows(file)))
             yield from _unread(file, known)
             known.update(_of_all_rows(file))
+            yield from _beside(file, beside.setdefault(file.source, []))
             yield from _control_tokens(file)
             yield from _changed_turns(file)
         for source in dict.fromkeys(file.source for file in self.files):
@@ -141,6 +143,21 @@ def _unread(file: FileReport, known: Collection[str]) -> Iterator[str]:
     found = {shown_key(key): notes for key, notes in file.tally.unread.items() if key not in elsewhere}
     if found:
         yield f"{file.label}: not read are keys that some rows have: {_counted(found, file.tally.rows)}"
+
+
+def _beside(file: FileReport, known: list[str]) -> Iterator[str]:
+    """A line on keys of the file beside its list of rows, once for all files of a source.
+
+    Args:
+        file: the file.
+        known: the keys that were named; those of this file are added.
+    """
+    found = [key for key in file.tally.beside if key not in known]
+    known += found
+    if found:
+        shown = [shown_key(key) for key in found[:_SHOWN_KEYS]]
+        more = f" and {len(found) - _SHOWN_KEYS:,} more" if len(found) > _SHOWN_KEYS else ""
+        yield f"{file.label}: rows are the list under data; not read beside it: {', '.join(shown)}{more}"
 
 
 def _control_tokens(file: FileReport) -> Iterator[str]:
@@ -491,7 +508,7 @@ class TokenDataset:
         train, evaluation = self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
         if not len(train) or not len(evaluation):
             raise DataError(
-                f"data.eval_split {fraction:g} of {len(self):,} rows leaves {len(train):,} for training and "
+                f"data.eval_split {fraction:g} of {counted(len(self), 'row')} leaves {len(train):,} for training and "
                 f"{len(evaluation):,} for evaluation",
                 where="data.eval_split",
                 remedy="choose another share, or name data.eval_data_paths",

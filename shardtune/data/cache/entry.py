@@ -98,6 +98,7 @@ class TallyJson(TypedDict):
     formats: NotRequired[dict[str, NotesJson]]  # likewise
     control_tokens: NotRequired[dict[str, NotesJson]]  # likewise
     changed_turns: NotRequired[dict[str, NotesJson]]  # likewise
+    beside: NotRequired[list[str]]  # likewise
 
 
 @dataclass(slots=True)
@@ -121,6 +122,7 @@ class Tally:
         formats: rows of each format of text and chats, by its title, with the first one.
         control_tokens: kept conversations whose turns spell out a special token, by its text; of the first hundred.
         changed_turns: kept conversations with turns whose text the chat template changes, by their role.
+        beside: keys of the file beside its list of rows.
     """
 
     rows: int = 0
@@ -140,6 +142,7 @@ class Tally:
     formats: dict[str, Notes] = field(default_factory=dict)
     control_tokens: dict[str, Notes] = field(default_factory=dict)
     changed_turns: dict[str, Notes] = field(default_factory=dict)
+    beside: list[str] = field(default_factory=list)
 
     def note_unread(self, keys: Sequence[str], number: int) -> None:
         """Count a row's keys that are not read."""
@@ -175,6 +178,7 @@ class Tally:
         _add_up(self.formats, other.formats)
         _add_up(self.control_tokens, other.control_tokens)
         _add_up(self.changed_turns, other.changed_turns)
+        self.beside += other.beside
 
     def dropped(self) -> list[tuple[int, str, str]]:
         """The dropped rows among the noted ones, in order: number, cause, reason."""
@@ -203,6 +207,7 @@ class Tally:
                 token: Notes.from_json(notes) for token, notes in content.get("control_tokens", {}).items()
             },
             changed_turns={role: Notes.from_json(notes) for role, notes in content.get("changed_turns", {}).items()},
+            beside=content.get("beside", []),
         )
 
 

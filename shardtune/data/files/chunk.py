@@ -32,10 +32,15 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowChunk:
-    """Rows that had to be decoded while reading."""
+    """Rows that had to be decoded while reading.
+
+    Attributes:
+        beside: keys of the file beside its list of rows, which are not read.
+    """
 
     numbered: list[NumberedRow]
     progress: float
+    beside: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[NumberedRow]:
         yield from self.numbered

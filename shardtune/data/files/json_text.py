@@ -126,9 +126,13 @@ def read_json(path: Path) -> Iterator[Chunk]:
     if text.startswith("[", start):
         end = yield from _list_chunks(text, start, path)
         _require_end(text, end, "list", path)
-    elif (data := _data_list(text, start)) is not None:
+    elif (found := _data_list(text, start)) is not None:
+        data, before = found
         end = yield from _list_chunks(text, data, path)
-        _require_end(text, _object_end(text, end, path), "object", path)
+        end, after = _object_end(text, end, path)
+        _require_end(text, end, "object", path)
+        if before or after:
+            yield RowChunk([], 1.0, beside=(*before, *after))
     elif splits := _splits(text[start:]):
         sizes = ", ".join(f"{name} ({len(rows):,})" for name, rows in splits.items())
         raise DataError(
@@ -147,23 +151,25 @@ def read_json(path: Path) -> Iterator[Chunk]:
         )
 
 
-def _data_list(text: str, start: int) -> int | None:
-    """Where the list of rows of an object begins; None where the text is not one object with such a list.
+def _data_list(text: str, start: int) -> tuple[int, list[str]] | None:
+    """Where the list of rows of an object begins, and the keys before it; None where the text is no such object.
 
     With other keys before the list, it is one of objects, and nothing follows on other lines: otherwise it is a field
     of rows.
     """
     if first := _DATA_LIST.match(text):
-        return first.end()
+        return first.end(), []
     if not text.startswith("{", start) or _are_lines(text[start:]):
         return None
+    before: list[str] = []
     try:
         place = _skip_space(text, start + 1)
         while text.startswith('"', place):
             key, place = DECODER.raw_decode(text, place)
             place = _skip_space(text, _skip_space(text, place) + 1)
             if key == "data":
-                return place if _ROWS.match(text, place) else None
+                return (place, before) if _ROWS.match(text, place) else None
+            before.append(key)
             place = _skip_space(text, DECODER.raw_decode(text, place)[1])
             if not text.startswith(",", place):
                 return None
@@ -191,8 +197,8 @@ def _splits(text: str) -> dict[str, list[Any]] | None:
     return splits if len(splits) == len(value) and are_rows else None
 
 
-def _object_end(text: str, place: int, path: Path) -> int:
-    """Where the object ends whose list of rows ends at `place`; well-formed keys other than its own may follow it."""
+def _object_end(text: str, place: int, path: Path) -> tuple[int, list[str]]:
+    """Where the object ends whose list of rows ends at `place`, and the well-formed keys that follow the list."""
     place = _skip_space(text, place)
     try:
         pairs, end = json.JSONDecoder(object_pairs_hook=list).raw_decode('{"":0' + text[place:])
@@ -210,7 +216,7 @@ def _object_end(text: str, place: int, path: Path) -> int:
             where=str(path),
             remedy="make it one list of rows",
         )
-    return place + end - len('{"":0')
+    return place + end - len('{"":0'), [key for key, _ in pairs[1:]]
 
 
 def _require_end(text: str, place: int, what: str, path: Path) -> None:

@@ -240,7 +240,7 @@ class TestViews:
 
     def test_split_that_leaves_nothing(self, tmp_path, build):
         dataset = build(write(tmp_path / "a.jsonl", ROWS[:1]))
-        with pytest.raises(DataError, match=r"of 1 rows leaves"):
+        with pytest.raises(DataError, match=r"of 1 row leaves"):
             dataset.split_by_hash(0.5)
         with pytest.raises(DataError, match="eval_split is 1"):
             dataset.split_by_hash(1.0)
@@ -316,6 +316,19 @@ class TestReport:
             build(path, encoder, num_workers=num_workers)
 
     @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_keys_beside_the_list_of_rows(self, tmp_path, build, many_processes, num_workers):
+        """Named for the first file of a source that has them, also from the cache."""
+        rows, folder = [{"text": "2+2=4"}], tmp_path / str(num_workers)
+        folder.mkdir()
+        values = {"a": {"version": "1", "data": rows, "validation": rows}, "b": {"data": rows}, "c": {"data": rows}}
+        values["c"]["version"] = "2"
+        for name, value in values.items():
+            (folder / f"{name}.json").write_text(json.dumps(value))
+        for _ in range(2):
+            (line,) = build(folder, num_workers=num_workers).report.lines()
+            assert line == f"{folder / 'a.json'}: rows are the list under data; not read beside it: version, validation"
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
     def test_keys_of_some_rows_that_are_not_read(self, tmp_path, build, many_processes, num_workers):
         """Also those that the first row has not; keys of all rows are named with the source."""
         rows = [{"text": f"{n}={n}", "id": n, **({"note": "x"} if n % 2 else {})} for n in range(6)]
@@ -372,7 +385,7 @@ class TestBadRows:
         first = write(tmp_path / "a.jsonl", self.rows(bad=(1, 3)))
         second = write(tmp_path / "b.jsonl", self.rows(bad=(7,)))
         paths = [str(first), str(second)]
-        with pytest.raises(DataError, match=r"(?s)1 rows cannot be used, data.max_bad_rows is 0.*row 8: no =.*b.jsonl"):
+        with pytest.raises(DataError, match=r"(?s)1 row cannot be used, data.max_bad_rows is 0.*row 8: no =.*b.jsonl"):
             build(paths, on_bad_row="skip", max_bad_rows=2)
         dataset = build(paths, on_bad_row="skip", max_bad_rows=3)
         assert len(dataset) == 2 * 5100 - 3
