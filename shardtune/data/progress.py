@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from shardtune.errors import counted
 from shardtune.launch.progress import PROGRESS
 
 _LINE_SECONDS = 10.0
@@ -52,7 +53,7 @@ class BuildProgress:
     def finish(self, rows: int) -> None:
         seconds = time.monotonic() - self._began
         rate = f", {rows / seconds:,.0f} rows/s" if seconds > 0.5 else ""
-        self._finished = f"data: {self._done} {self._label}: {rows:,} rows in {seconds:.1f} s{rate}"
+        self._finished = f"data: {self._done} {self._label}: {counted(rows, 'row')} in {seconds:.1f} s{rate}"
 
     def close(self) -> None:
         """Report the end, after the bar is gone."""

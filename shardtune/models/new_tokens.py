@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.config import LoraConfig
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, counted
 from shardtune.models.lora.config import is_frozen
 
 KEY = "actor.tokenizer.new_tokens"
@@ -137,8 +137,8 @@ def check_known(stored: StoredRows, tokenizer: PreTrainedTokenizerBase | None, c
     rows = {row for ids in (stored.values() if isinstance(stored, dict) else [stored]) for row in ids}
     if unknown := sorted(row for row in rows if row > highest):
         raise ConfigError(
-            f"the adapter in {config.load_from} trains embeddings of {len(unknown)} tokens that the tokenizer does not "
-            f"have (ids {_first(unknown)}); its own go up to {highest}",
+            f"the adapter in {config.load_from} trains embeddings of {counted(len(unknown), 'token')} that the "
+            f"tokenizer does not have (ids {_first(unknown)}); its own go up to {highest}",
             where=f"{KEY}, actor.model.lora.load_from",
             remedy=f"give {KEY} as the adapter was trained with, in the same order",
         )

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.config.stored_recipe import stored_recipe
-from shardtune.errors import ConfigError, ShardtuneError
+from shardtune.errors import ConfigError, ShardtuneError, counted
 from shardtune.models.adapter import Adapter
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.find_adapter import find_adapter
@@ -169,7 +169,8 @@ def _difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, 
     theirs_is = f"{second[token]} of the teacher" if token in second else "none of the teacher"
     if token not in second and first[token] in named:
         theirs_is = f"{named[first[token]]!r} of the teacher"
-    return f"{len(different):,} tokens differ, as {token!r}, whose number is {first[token]}, and {theirs_is}"
+    differ = f"{counted(len(different), 'token')} {'differs' if len(different) == 1 else 'differ'}"
+    return f"{differ}, as {token!r}, whose number is {first[token]}, and {theirs_is}"
 
 
 def unknown_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from shardtune.batch import Prompt
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.messages import ROLES
-from shardtune.errors import ConfigError, DataError
+from shardtune.errors import ConfigError, DataError, counted
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.prompts import PromptBuilder
 
@@ -70,7 +70,7 @@ def given_prompts(
     for name, given in (("template_kwargs", values), ("raw", raws)):
         if len(given) != count:
             raise ConfigError(
-                f"{count} prompts, and {name} is given for {len(given)}",
+                f"{counted(count, 'prompt')}, and {name} is given for {len(given)}",
                 where=f"{name}=",
                 remedy="give one for all prompts, or one for each",
             )
@@ -153,7 +153,7 @@ def _check_lists(lists: Sequence[object], prompts: Sequence[object], what: str) 
     """Refuse another number of lists, of tools or images, than of prompts."""
     if len(lists) != len(prompts):
         raise ConfigError(
-            f"{len(prompts)} prompts and {len(lists)} lists of {what}",
+            f"{counted(len(prompts), 'prompt')} and {counted(len(lists), 'list')} of {what}",
             where=f"{what}=",
             remedy=f"give a list of {what} for each prompt, empty for one without",
         )

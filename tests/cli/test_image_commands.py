@@ -85,14 +85,14 @@ def test_generate(trained: Outcome, work: Path) -> None:
     sampling = shardtune.evaluate.generate.Sampling(max_new_tokens=4)
     assert run.generate("?", images=[picture], sampling=sampling) == answers[:1]
     assert run.generate(["?", [turn]], images=[[picture], []], folder="sub", sampling=sampling) == answers[:2]
-    with pytest.raises(shardtune.errors.ConfigError, match="2 prompts and 1 lists of images"):
+    with pytest.raises(shardtune.errors.ConfigError, match="2 prompts and 1 list of images"):
         run.generate(["?", "?"], images=[[picture]])
 
 
 def test_generate_refuses(trained: Outcome, work: Path) -> None:
     for words, says in (
         (["--prompt", "?", "--image", "none.png"], "none.png does not exist"),
-        (["--prompt", "<image> <image>", "--image", "images/1_0.png"], "there are 1 images and 2 places"),
+        (["--prompt", "<image> <image>", "--image", "images/1_0.png"], "there is 1 image and 2 places"),
         (["--file", "rows.jsonl", "--image", "images/1_0.png"], "--file and --image exclude each other"),
     ):
         told = run_cli("generate", "runs/demo", *words)
@@ -115,5 +115,5 @@ def test_chat(trained: Outcome, work: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert told.code == 0, told.err
     assert "the image none.png does not exist" in told.out
     assert re.search(r"an image of \d+ x \d+, added to your next turn", told.out)
-    assert "there are 0 images and 1 places" in told.out
+    assert "there are 0 images and 1 place" in told.out
     assert "an image is an empty text" in told.out

@@ -184,7 +184,7 @@ def test_prepared_rows() -> None:
         ([{"question": "Q"}], {}, r"prompt is a dict \(its keys: question\), neither text nor a list of turns"),
         ({"question": "Q"}, {}, "prompt is a dict"),
         (["Q", ["Q"]], {}, "prompt is a list, neither"),
-        (["Q"], {"raw": [True, False]}, "1 prompts, and raw is given for 2"),
+        (["Q"], {"raw": [True, False]}, "1 prompt, and raw is given for 2"),
         (["Q", "Q"], {"raw": [False, True], "system": "S"}, "and has no --system"),
     ],
 )

@@ -247,7 +247,7 @@ def test_a_teacher_with_another_vocabulary_or_other_weights_is_refused_before_ra
     theirs = AutoTokenizer.from_pretrained(other)
     theirs.add_tokens(["<other>"])
     theirs.save_pretrained(other)
-    message = r"another vocabulary than the model: 1 tokens differ, as '<new>', whose number is 25\d, and '<other>' of"
+    message = r"another vocabulary than the model: 1 token differs, as '<new>', whose number is 25\d, and '<other>' of"
     with pytest.raises(ConfigError, match=message):
         hooks(values)
     run, weights = tmp_path / "run", other / "model.safetensors"

@@ -153,7 +153,7 @@ def test_the_page_is_one_file_without_references(found: Findings) -> None:
 def test_training_is_refused_before_anything_is_written(tiny: Tiny) -> None:
     recipe = tiny.recipe("refused", data__train_data_paths=str(tiny.folder / "odd.jsonl"))
     with pytest.raises(
-        DataError, match=r"(?s)duplicates of the data is 0\.06667 \(1 rows\).*odd\.jsonl:14 .*:13"
+        DataError, match=r"(?s)duplicates of the data is 0\.06667 \(1 row\).*odd\.jsonl:14 .*:13"
     ) as told:
         shardtune.train(recipe, "data.audit.max_duplicates=0.05")
     assert told.value.where == "data.audit.max_duplicates"

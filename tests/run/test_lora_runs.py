@@ -345,9 +345,7 @@ def test_an_adapter_that_trains_rows_of_tokens_that_are_not_there_is_refused(tin
         shardtune.errors.ConfigError, match=r"trains embeddings of 2 tokens that the tokenizer does not"
     ):
         shardtune.train(tiny.recipe("on without them", **changes))
-    with pytest.raises(
-        shardtune.errors.ConfigError, match=r"trains embeddings of 1 tokens that the tokenizer does not"
-    ):
+    with pytest.raises(shardtune.errors.ConfigError, match=r"trains embeddings of 1 token that the tokenizer does not"):
         shardtune.train(tiny.recipe("on with one", **changes, actor__tokenizer__new_tokens=["<one>"]))
 
 

@@ -80,8 +80,8 @@ def test_what_cannot_be_asked(asker: PromptBuilder) -> None:
     asker.turns([user("?")])
     for turns, given, says in (
         ([user("?")], ["green.png"], "green.png does not exist"),
-        ([user("<image>?")], [], "there are 0 images and 1 places"),
-        ([user("<image>?")], ["red.png", "red.png"], "there are 2 images and 1 places"),
+        ([user("<image>?")], [], "there are 0 images and 1 place"),
+        ([user("<image>?")], ["red.png", "red.png"], "there are 2 images and 1 place"),
         ([user(PARTS_OF_A_TURN)], ["red.png"], "parts name others"),
         ([user([{"type": "video", "video": "a.mp4"}])], [], "type 'video'"),
     ):

@@ -19,7 +19,7 @@ from shardtune.data.cache_directory import cache_root, write_atomically
 from shardtune.data.checksum import is_sealed, sealed
 from shardtune.data.file_lock import FileLock
 from shardtune.data.prepare import PreparedData
-from shardtune.errors import DataError
+from shardtune.errors import DataError, counted
 from shardtune.launch.progress import PROGRESS
 
 OF_OUTCOMES = {
@@ -127,7 +127,7 @@ def _beyond(name: str, limit: float, share: float, finding: Finding | None) -> D
     what = "the trained share" if is_least else name.removeprefix("max_").replace("_", " ")
     side = "less" if is_least else "more"
     examples = "" if finding is None else "".join(f"\n    {line}" for line in map(_line, finding.examples[:_SHOWN]))
-    rows = "" if finding is None else f" ({finding.count:,} rows)"
+    rows = "" if finding is None else f" ({counted(finding.count, 'row')})"
     return DataError(
         f"{what} of the data is {share:.4g}{rows}, {side} than data.audit.{name}: {limit:g}{examples}",
         where=f"data.audit.{name}",

@@ -24,7 +24,7 @@ from shardtune.data.chat.encoder import with_offsets
 from shardtune.data.encoder import RowError
 from shardtune.data.images.pixel_bytes import ImageBytes, PixelBytes
 from shardtune.data.images.pixel_table import by_table
-from shardtune.errors import ModelError
+from shardtune.errors import ModelError, counted
 
 OF_TEXT = ("input_ids", "attention_mask", "labels")
 """What a processor returns of a text."""
@@ -274,8 +274,8 @@ class ImageText(AppliedImages):
         pieces = text.split(self.image_token)
         if len(pieces) - 1 != len(sizes):
             raise RowError(
-                f"the text holds {len(pieces) - 1} times {self.image_token!r} for {len(sizes)} images: the chat "
-                "template leaves some out, or a turn contains it itself"
+                f"the text holds {self.image_token!r} {counted(len(pieces) - 1, 'time')} "
+                f"for {counted(len(sizes), 'image')}: the chat template leaves some out, or a turn contains it itself"
             )
         parts, spans, length = [pieces[0]], [], len(pieces[0])
         kind = type(self.processor).__name__

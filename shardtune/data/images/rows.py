@@ -23,6 +23,7 @@ from shardtune.data.row_formats import (
     recognise,
 )
 from shardtune.data.token_rows import Tokens
+from shardtune.errors import counted
 
 IMAGE_MARK = "\ue0f7"
 """Marks the place of an image in a turn until the chat template is rendered."""
@@ -129,7 +130,7 @@ def image_parts(text: str, images: Sequence[object]) -> list[dict[str, object]]:
     if len(pieces) == 1:
         pieces = [""] * len(images) + [text]
     if len(pieces) - 1 != len(images):
-        raise RowError(f"{len(images)} images for {len(pieces) - 1} places ({IMAGE_TAG})")
+        raise RowError(f"{counted(len(images), 'image')} for {counted(len(pieces) - 1, 'place')} ({IMAGE_TAG})")
     parts: list[dict[str, object]] = []
     for piece, image in zip(pieces, [*images, None], strict=True):
         if piece:
@@ -197,13 +198,14 @@ class _Taken:
         if sorted(self._places) == list(range(listed)):
             return
         if not places:
-            raise RowError(f"{listed} images are listed, and parts name others")
+            raise RowError(f"{counted(listed, 'image')} {'is' if listed == 1 else 'are'} listed, and parts name others")
         if listed == places:  # an index is given more than once
             unshown = min(set(range(listed)) - set(self._places))
             raise RowError(
                 f"images[{unshown}] has no place: the parts of type image show others twice, or beyond the list"
             )
-        raise RowError(f"there are {listed} images and {places} places for them ({IMAGE_TAG}, parts of type image)")
+        of_both = f"{counted(listed, 'image')} and {counted(places, 'place')}"
+        raise RowError(f"there {'is' if listed == 1 else 'are'} {of_both} ({IMAGE_TAG}, parts of type image)")
 
     def _text(self, text: str) -> str:
         if IMAGE_MARK in text:

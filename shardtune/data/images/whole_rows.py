@@ -21,7 +21,7 @@ from shardtune.data.encoder import RowError
 from shardtune.data.images.images import ROW_TEXT, SUFFIX_START
 from shardtune.data.images.placeholders import BLANK, OF_TEXT, AppliedImages, Expanded
 from shardtune.data.images.rows import IMAGE_MARK
-from shardtune.errors import ModelError
+from shardtune.errors import ModelError, counted
 
 _KEY_SIZES = ((32, 32), (640, 480))
 
@@ -132,7 +132,8 @@ class WholeRows(AppliedImages):
         """The text itself; the tokens of its images are not known apart from the row."""
         places = [found.span() for found in re.finditer(re.escape(self.image_token), text)]
         if len(places) != len(sizes):
-            raise RowError(f"the text holds {len(places)} times {self.image_token!r} for {len(sizes)} images")
+            held = f"{self.image_token!r} {counted(len(places), 'time')}"
+            raise RowError(f"the text holds {held} for {counted(len(sizes), 'image')}")
         return Expanded(text, tuple(places))
 
     def pixels(self, images: Sequence[Image.Image], counts: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
@@ -192,7 +193,7 @@ class WholeRows(AppliedImages):
         """
         kind = type(self.processor).__name__
         if self.most_images is not None and len(images) > self.most_images:
-            raise RowError(f"the row has {len(images)} images; {kind} takes {self.most_images} per row")
+            raise RowError(f"the row has {counted(len(images), 'image')}; {kind} takes {self.most_images} per row")
         if self._named is not None and self._named != self.image_token and self._named in text:
             raise RowError(f"the text contains {self._named!r}, which the model takes for part of an image")
         split = len(text) if suffix_start is None or suffix_start < 0 else suffix_start

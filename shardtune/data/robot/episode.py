@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardtune.data.robot.pictures import Pictures
-from shardtune.errors import DataError
+from shardtune.errors import DataError, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Episode:
         for camera, images in self.images.items():
             if not isinstance(images, np.ndarray):
                 if len(images) != frames:
-                    raise _fault(f"there are {len(images)} images for {frames} frames", f"camera {camera!r}")
+                    of_both = f"{counted(len(images), 'image')} for {counted(frames, 'frame')}"
+                    raise _fault(of_both, f"camera {camera!r}")
             elif images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or len(images) != frames:
                 raise _fault(f"the images are {_kind(images)}, not uint8 [{frames}, H, W, 3]", f"camera {camera!r}")
 

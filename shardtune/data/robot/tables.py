@@ -16,7 +16,7 @@ from shardtune.data.robot.columns import Columns, find_columns
 from shardtune.data.robot.frames import FrameRow, Origin, episode_digest
 from shardtune.data.robot.images import ImageRecord, image_record
 from shardtune.data.robot.returns import RETURN, finite_return, role_of
-from shardtune.errors import DataError
+from shardtune.errors import DataError, counted
 
 _CHUNK_FRAMES = 64
 _Names = tuple[str, ...]
@@ -256,7 +256,7 @@ class _Grouping:
         actions, present = [], frames[0]
         for steps, frame in enumerate(frames):
             if frame.action is None:
-                ahead = f"{steps} rows on, " if steps else ""
+                ahead = f"{counted(steps, 'row')} on, " if steps else ""
                 raise RowError(f"{ahead}{frame.problem}")
             if frame.place != present.place + steps:
                 raise RowError(

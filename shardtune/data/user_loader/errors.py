@@ -9,7 +9,7 @@ from traceback import format_exception
 from typing import Any
 
 from shardtune.data.user_loader.batch import COLLATE
-from shardtune.errors import CheckpointError, ConfigError, DataError
+from shardtune.errors import CheckpointError, ConfigError, DataError, counted
 
 BUILD = "build_dataloader"
 ALL_THE_SAME = "runner.allow_changes=[data.train_data_paths]"
@@ -117,7 +117,7 @@ def wrong_length(what: str, length: int) -> DataError:
 def too_large(rows: int, micro_batch_size: int) -> ConfigError:
     """The error for batches of more rows than a micro-batch."""
     return ConfigError(
-        f"the loader yields batches of {rows} rows, actor.micro_batch_size is {micro_batch_size}",
+        f"the loader yields batches of {counted(rows, 'row')}, actor.micro_batch_size is {micro_batch_size}",
         where=BUILD,
         remedy="build the loader with batch_size=self.cfg.actor.micro_batch_size",
     )

@@ -17,7 +17,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.processing_utils import ImagesKwargs
 
 from shardtune.data.images.placeholders import ImageText
-from shardtune.errors import ModelError
+from shardtune.errors import ModelError, counted
 from shardtune.models.action.openvla import OpenVLAConfig
 
 WHERE = "preprocessor_config.json"
@@ -195,10 +195,8 @@ class PrismaticProcessor(ProcessorMixin):
         if images is not None:
             found["pixel_values"] = self.image_processor(images, return_tensors=return_tensors)["pixel_values"]
             if len(found["pixel_values"]) != len(texts):
-                raise ModelError(
-                    f"there are {len(texts)} prompts and {len(found['pixel_values'])} images",
-                    where="PrismaticProcessor",
-                )
+                given = f"{counted(len(texts), 'prompt')} and {counted(len(found['pixel_values']), 'image')}"
+                raise ModelError(f"as many are needed of both: {given}", where="PrismaticProcessor")
         return BatchFeature(found)
 
 

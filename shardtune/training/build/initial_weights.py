@@ -12,7 +12,7 @@ from torch import nn
 from shardtune.batch.seeds import derive_seed, seeded
 from shardtune.checkpoint.module_weights import Supply
 from shardtune.data.sources.fingerprint import contents
-from shardtune.errors import ModelError
+from shardtune.errors import ModelError, counted
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import base_tensors
 from shardtune.models.pretrained import model_directory
@@ -173,7 +173,8 @@ def own_buffers(
         name: Supply(tensor.detach().clone, (tuple(tensor.shape), tensor.dtype)) for name, tensor in lacking.items()
     }
     names = f"{', '.join(list(lacking)[:3])}{', …' if len(lacking) > 3 else ''}"
-    return found, [f"{len(lacking)} buffers are not among the weights and keep the module's own values: {names}"]
+    what = f"{counted(len(lacking), 'buffer')} of the model {'has' if len(lacking) == 1 else 'have'}"
+    return found, [f"{what} no values among the weights, so the module's own stay: {names}"]
 
 
 def _unsaved(fresh: nn.Module, model: nn.Module) -> list[str]:

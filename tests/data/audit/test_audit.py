@@ -383,10 +383,10 @@ def test_limits_on_outcomes_cost_no_pass_over_rows(prepare, data, monkeypatch) -
 @pytest.mark.parametrize(
     ("limit", "says"),
     [
-        ({"max_duplicates": 0.04}, r"duplicates of the data is 0\.0\d+ \(1 rows\).*train\.jsonl:21.* as .*jsonl:1$"),
+        ({"max_duplicates": 0.04}, r"duplicates of the data is 0\.0\d+ \(1 row\).*train\.jsonl:21.* as .*jsonl:1$"),
         ({"max_near_duplicates": 0.04}, r"near duplicates .*train\.jsonl:22"),
         ({"max_near_empty": 0.0}, r"near empty .*train\.jsonl:23"),
-        ({"max_contamination": 0.4}, r"contamination of the data is 0\.5 \(1 rows\).*math\.jsonl:2"),
+        ({"max_contamination": 0.4}, r"contamination of the data is 0\.5 \(1 row\).*math\.jsonl:2"),
         ({"min_trained_share": 0.9}, r"the trained share of the data is 0\.\d+, less than"),
     ],
 )  # fmt: skip

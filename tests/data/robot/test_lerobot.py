@@ -156,7 +156,7 @@ class TestWriter:
         [
             ([b"", b""], "(?s)it is empty.*camera 'top', frame 0"),
             (["no.png", "no.png"], "(?s)no.png does not exist.*camera 'top', frame 0"),
-            ([b"1"], "1 images for 2 frames"),
+            ([b"1"], "1 image for 2 frames"),
             ([encode_image(np.zeros((2, size, 3), np.uint8), "png") for size in (3, 4)], "4 x 2, the first one 3 x 2"),
         ],
     )

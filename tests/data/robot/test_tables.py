@@ -226,7 +226,7 @@ class TestBadRows:
         assert [isinstance(row, str) for _, row in found] == [False, True, True, False, False]
         assert message in found[2][1]
         assert found[2][1].startswith("episode 0, frame 2: ")
-        assert found[1][1].startswith("episode 0, frame 1: 1 rows on, ")
+        assert found[1][1].startswith("episode 0, frame 1: 1 row on, ")
 
     def test_a_frame_that_is_missing(self, tmp_path, all_rows):
         rows = [{**row, "frame_index": float(row["frame_index"])} for row in frames(6)]  # as pandas may write them

@@ -494,7 +494,7 @@ def test_batches_larger_than_the_recipe_says_are_refused() -> None:
     said: list[str] = []
     small = [{"labels": torch.zeros(1, 3)}] * 3
     next(loader(small, said=said).steps(DataState()))
-    assert said == ["the loader yields batches of 1 rows, actor.micro_batch_size is 2"]
+    assert said == ["the loader yields batches of 1 row, actor.micro_batch_size is 2"]
 
 
 def on_unlike_ranks(sharded: bool) -> str:

@@ -113,9 +113,9 @@ IMAGES: list[Case] = [
         "data.image_hosts=['*']",
         says="127.0.0.1:9/a.png | an address of this machine",
     ),
-    bad_row("more images than places", row(images=["good.png"] * 2), says="2 images and 1 places | <image>"),
-    bad_row("more places than images", row("<image><image>", images=["good.png"]), says="1 images and 2 places"),
-    bad_row("places without images", row(), says="0 images and 1 places"),
+    bad_row("more images than places", row(images=["good.png"] * 2), says="2 images and 1 place | <image>"),
+    bad_row("more places than images", row("<image><image>", images=["good.png"]), says="1 image and 2 places"),
+    bad_row("places without images", row(), says="0 images and 1 place"),
     bad_row("a video in a row", row("?", videos=["a.mp4"]), says="the row has videos | images only"),
     bad_row(
         "a video in a turn", row([{"type": "video", "video": "a.mp4"}]), says="type 'video' | takes text and images"
