@@ -87,7 +87,9 @@ class FieldEncoder:
         return _from_recipe, (place, self._recipe.to_dict(), settings, self._tokenizer)
 
     def encode(self, row: Row) -> Sample:
-        return self._encoded(self._adapter.encode, row)
+        sample = self._encoded(self._adapter.encode, row)
+        self._check_named(sample.fields)
+        return sample
 
     def encode_input(self, row: Row) -> Sample:
         """A row without its target."""
@@ -105,11 +107,6 @@ class FieldEncoder:
         self._check_sample(sample, encode.__name__)
         fields = {name: _as_array(name, value) for name, value in sample.fields.items()}
         self._check_padding(fields)
-        for name in self._adapter.image_fields:
-            if name not in fields:
-                raise self._no_field(
-                    "image_fields", f"image_fields names {name!r}, which is no field of a row", name, fields
-                )
         size = sample.size or max(1, sum(len(fields[name]) for name in self._adapter.padding if name in fields))
         return replace(sample, fields=fields, size=size)
 
@@ -145,8 +142,12 @@ class FieldEncoder:
                     where=f"{type(self._adapter).__name__}.padding",
                     remedy="leave it out of padding: it is stacked",
                 )
-            if name not in fields:
-                raise self._no_field("padding", f"padding names {name!r}, which is no field of a row", name, fields)
+
+    def _check_named(self, fields: Mapping[str, np.ndarray]) -> None:
+        """Refuse names in `padding` and `image_fields` that a row does not have, which may be those of its target."""
+        for attribute, names in (("padding", self._adapter.padding), ("image_fields", self._adapter.image_fields)):
+            for name in (name for name in names if name not in fields):
+                raise self._no_field(attribute, f"{attribute} names {name!r}, which is no field of a row", name, fields)
 
     def _no_field(self, attribute: str, what: str, name: str, fields: Mapping[str, np.ndarray]) -> ModelError:
         near = difflib.get_close_matches(name, fields, n=1)

@@ -55,6 +55,17 @@ class Scores(Tagger):
         return self.logits(model, batch)
 
 
+class PaddedTarget(Scores):
+    padding = {"tokens": 0, "label": 0}
+
+    def encode(self, row):
+        return Sample(fields={**self.encode_input(row).fields, "label": np.asarray([row["label"]])})
+
+    def loss(self, model, batch):
+        label = batch["label"][:, 0]
+        return LossSum(F.cross_entropy(self.logits(model, batch), label, reduction="sum"), len(label))
+
+
 class Named(Tagger):
     def predict_rows(self, model, batch):
         noise = torch.rand(len(batch.rows)) + batch.rand_like("noise", batch["tokens"][:, 0].float())
@@ -178,6 +189,12 @@ def test_values_of_any_form_and_the_rows_columns_are_printed(folder: Path) -> No
     assert [line["prediction"] for line in lines] == run.predict(ROWS)
     assert torch.equal(torch.get_rng_state(), before[1])
     assert len({line["prediction"]["noise"] for line in lines}) == len(ROWS)
+
+
+def test_a_target_with_a_length_is_left_out(folder: Path) -> None:
+    run = trained(folder, "PaddedTarget")
+    for one, other in zip(run.predict(ROWS), plain(run), strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
 
 
 @pytest.mark.parametrize(

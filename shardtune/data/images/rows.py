@@ -130,7 +130,8 @@ def image_parts(text: str, images: Sequence[object]) -> list[dict[str, object]]:
     if len(pieces) == 1:
         pieces = [""] * len(images) + [text]
     if len(pieces) - 1 != len(images):
-        raise RowError(f"{counted(len(images), 'image')} for {counted(len(pieces) - 1, 'place')} ({IMAGE_TAG})")
+        of_both = f"{counted(len(images), 'image')} for {counted(len(pieces) - 1, 'place')}"
+        raise RowError(f"the places of images do not match: {of_both} ({IMAGE_TAG})")
     parts: list[dict[str, object]] = []
     for piece, image in zip(pieces, [*images, None], strict=True):
         if piece:
@@ -204,8 +205,8 @@ class _Taken:
             raise RowError(
                 f"images[{unshown}] has no place: the parts of type image show others twice, or beyond the list"
             )
-        of_both = f"{counted(listed, 'image')} and {counted(places, 'place')}"
-        raise RowError(f"there {'is' if listed == 1 else 'are'} {of_both} ({IMAGE_TAG}, parts of type image)")
+        there = f"there {'is' if listed == 1 else 'are'} {counted(listed, 'image')} and {counted(places, 'place')}"
+        raise RowError(f"{there} for images ({IMAGE_TAG}, parts of type image)")
 
     def _text(self, text: str) -> str:
         if IMAGE_MARK in text:
