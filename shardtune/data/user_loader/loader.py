@@ -29,7 +29,7 @@ from shardtune.data.user_loader.errors import (
 from shardtune.data.user_loader.position import LoaderRecord, merged, of_rank
 from shardtune.data.user_loader.rng import LoaderRng
 from shardtune.data.user_loader.state_json import NotPlain, StatefulLoader, decode, encode
-from shardtune.errors import ConfigError, DataError
+from shardtune.errors import ConfigError, DataError, counted
 from shardtune.parallel.ranks import Ranks
 
 Weigh = Callable[[Sequence[object]], list[Mapping[str, float]]]
@@ -267,7 +267,7 @@ class BatchLoader:
         if size is not None and size > self._rows:
             raise too_large(size, self._rows)
         if size is not None and size < self._rows and self._turns > 1:
-            self._report(f"the loader yields batches of {size} rows, actor.micro_batch_size is {self._rows}")
+            self._report(f"the loader yields batches of {counted(size, 'row')}, actor.micro_batch_size is {self._rows}")
         hashes = self._ranks.gather(fingerprint(batches[0]) if batches else "")
         alike = len(set(hashes)) == 1
         if not self._sharded and not alike:
