@@ -84,7 +84,7 @@ class FirstStep:
             )
         now = self._weights.buffer_marks() if self._marks else {}
         moved = [key for key, mark in self._marks.items() if key not in lost and not torch.equal(mark, now[key])]
-        moved += [key for key in self._moved if key not in lost]
+        moved = list(dict.fromkeys([*moved, *(key for key in self._moved if key not in lost)]))
         if moved:
             where = "let run_training do it" if self._moved else "let run_training of a worker do it"
             report(
