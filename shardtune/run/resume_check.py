@@ -13,6 +13,8 @@ from shardtune.config.shown import as_written
 from shardtune.config.tree import get_value
 from shardtune.data.cache.entry import ENCODED
 from shardtune.errors import CheckpointError
+from shardtune.models.find_adapter import adapter_class
+from shardtune.models.options import KEY, read_options
 from shardtune.training.worker.task import Task
 
 FREE = (
@@ -112,6 +114,10 @@ def check_changes(
         recipe: the current one.
         run_dir: of the run, for the message.
         from_environment: key -> hash of the value that the run took from an environment variable.
+
+    Raises:
+        CheckpointError: there are such changes.
+        ConfigError: one of them is an option that the adapter does not have.
     """
     before, now = flatten(old.to_dict()), flatten(recipe.to_dict())
     for name, digest in (from_environment or {}).items():  # the old recipe has a reference, and today's value
@@ -139,6 +145,8 @@ def check_changes(
         else:
             refused.append(f"{key}: {as_written(was)} -> {as_written(is_now)}")
     if refused:
+        if any(key.startswith(KEY) for key in refused) and (kind := adapter_class(recipe.actor.model)) is not None:
+            read_options(kind.Options, recipe)  # a misspelt one is no change
         raise CheckpointError(
             "the recipe is not the one this run was made with:\n    " + "\n    ".join(refused),
             where=str(run_dir),

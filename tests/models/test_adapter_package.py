@@ -91,7 +91,13 @@ def logged(run: Path) -> list[str]:
     return [line for line in (run / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]
 
 
-def test_its_options_are_checked(reader: Path):
+@pytest.mark.parametrize("begun", [False, True])
+def test_its_options_are_checked(reader: Path, begun: bool):
+    if begun:
+        assert run_cli("train", "recipe.yaml", "runner.max_steps=1").code == 0
+        changed = run_cli("train", "recipe.yaml", "runner.max_steps=1", "++actor.model.options.width=3")
+        assert changed.code == 2
+        assert "the recipe is not the one this run was made with" in changed.err
     outcome = run_cli("train", "recipe.yaml", "++actor.model.options.widht=3")
     assert outcome.code == 2
     assert "actor.model.options.widht is not an option of this model" in outcome.err
