@@ -63,7 +63,7 @@ from shardtune.training.resident_memory import keep_freed_memory, return_freed_m
 from shardtune.training.runner import SFTRunner
 from shardtune.training.saver import on_main
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.training.worker.exported_recipe import kept_until
+from shardtune.training.worker.exported_recipe import FOUND, kept_until
 from shardtune.training.worker.run_context import silent
 
 SHOWN_SAMPLES = 5
@@ -185,7 +185,7 @@ class RankTraining:
         self.lock = begin_run(plan, recipe, manifest, self.lock, self._report_moved)
         report_begun()
         self._keep_other_statistics()
-        for name in {NORMALIZER_FILE, TASK_FILE} & worker.saved_files.keys():  # for checkpoints; final/ has its own
+        for name in {*FOUND, TASK_FILE} & worker.saved_files.keys():  # for checkpoints; final/ has its own
             write_json(plan.run_dir / name, worker.saved_files[name])
         rows = worker.task.rows
         before = noted_before(plan.run_dir) if isinstance(rows, RowsByFile) else []
@@ -199,19 +199,24 @@ class RankTraining:
 
     def _keep_other_statistics(self) -> None:
         """Keep the statistics of the steps before where the training rows now have others, and say so."""
-        worker, file = self._worker, self._plan.run_dir / NORMALIZER_FILE
-        found = worker.saved_files.get(NORMALIZER_FILE)
-        if found is None or not file.is_file() or read_json(file) == json.loads(json.dumps(found)):
-            return
-        kept = kept_until(self._plan.run_dir, worker.step)
-        if not kept.exists():  # of a start that came no further, from the same checkpoint
-            file.replace(kept)
-        if self._display is not None:
-            self._display.report(
-                f"the training data have other statistics of states and actions than up to step {worker.step}: "
-                f"training goes on with them; those before are kept in {shown_path(kept)} for the checkpoints of these "
-                "steps, and model.action_statistics can name that file to go on with them"
-            )
+        worker, run_dir = self._worker, self._plan.run_dir
+        for name in {*FOUND} & worker.saved_files.keys():
+            file, kept = run_dir / name, kept_until(run_dir, name, worker.step)
+            if not file.is_file() or read_json(file) == json.loads(json.dumps(worker.saved_files[name])):
+                continue
+            if not kept.exists():  # of a start that came no further, from the same checkpoint
+                file.replace(kept)
+            if self._display is not None:
+                what = (
+                    "statistics of states and actions"
+                    if name == NORMALIZER_FILE
+                    else "statistics or settings of actions"
+                )
+                self._display.report(
+                    f"the training data have other {what} than up to step {worker.step}: training goes on with them; "
+                    f"those before are kept in {shown_path(kept)} for the checkpoints of these steps, and "
+                    "model.action_statistics can name that file to go on with them"
+                )
 
     def _report_moved(self, aside: Path) -> None:
         if self._display is not None:

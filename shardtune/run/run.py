@@ -120,12 +120,11 @@ class Run:
             episodes_dir: where the episodes of evaluations are written; None: nowhere.
         """
         recipe, context = self.executable_recipe(), RunContext(report=silent, episodes_dir=episodes_dir)
-        recipe = overridden(recipe, overrides)
-        import_plugins(recipe.plugins)
         path = self.dir / FINAL if checkpoint == "final" else None
         if path is None:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
-            recipe = with_found(recipe, self.dir, StateFile.read(weights).step)
+            recipe = overridden(with_found(recipe, self.dir, StateFile.read(weights).step), overrides)
+            import_plugins(recipe.plugins)
             worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
             with _still_there(weights):
                 require_sound(damage_on_ranks(weights, worker.ranks), weights, "take another: --checkpoint N")
@@ -137,6 +136,8 @@ class Run:
                 where="--checkpoint final",
                 remedy="finish the run, or take a checkpoint of it: --checkpoint latest",
             )
+        recipe = overridden(recipe, overrides)
+        import_plugins(recipe.plugins)
         exported = over_directory(recipe, path)
         require_kept(self.executable_recipe(), recipe, exported, path)
         worker = make_worker(exported, Objects(eval_data=eval_data), training=False, report=silent)

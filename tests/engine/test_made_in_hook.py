@@ -189,6 +189,18 @@ def test_what_is_made_late_and_trained_is_refused_when_it_is_saved(model: Path, 
     engine.save(tmp_path / "state")
 
 
+class Uneven(Critic):
+    def on_weights_materialized(self) -> None:
+        self.late = torch.nn.Linear(3, 2 + self.ranks.rank)
+
+
+def test_ranks_that_make_different_parameters_are_refused(model: Path, two_ranks: TrainEngine):
+    with shardtune.init_empty_weights():
+        module = Uneven.from_pretrained(model)
+    with pytest.raises(ModelError, match=r"rank 0 makes the parameters .*late.weight.*2, 3.*, rank 1 .*3, 3"):
+        TrainEngine(module).build(colocate_with=two_ranks, take_turns=False)
+
+
 class Replacing(Critic):
     def on_weights_materialized(self) -> None:
         self.lm_head = torch.nn.Linear(32, 64, bias=False).double()

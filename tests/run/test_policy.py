@@ -167,15 +167,32 @@ def test_a_checkpoint_needs_no_data(own: shardtune.Run, folder: Path) -> None:
         (folder / "elsewhere").rename(folder / "light")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "what"),
+    [
+        ("own", "normalizer", "statistics of states and actions"),
+        ("tokens", "action_policy", "statistics or settings of actions"),
+    ],
+)
 def test_statistics_of_other_data_are_said_and_those_before_kept(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    name: str,
+    what: str,
 ) -> None:
     data = save_episodes(tmp_path / "light", 8)
-    values = recipe(folder, "grown", {"adapter": f"{folder}/pushing.py:Pushing"})
+    model = {"adapter": f"{folder}/pushing.py:Pushing"}
+    if kind == "tokens":
+        save_vision_model("llava", tmp_path / "base")
+        model = {"model_type": "vision_language_action", "model_path": str(tmp_path / "base"), "num_action_bins": 16}
+    values = recipe(folder, f"grown_{kind}", model)
     values["data"]["train_data_paths"] = str(data)
-    before = (shardtune.train(values, "runner.max_steps=1").dir / "normalizer.json").read_text()
+    before = (shardtune.train(values, "runner.max_steps=1").dir / f"{name}.json").read_text()
     run = shardtune.train(values, "runner.max_epochs=-1")
-    assert not list(run.dir.glob("normalizer_*")), "the same data have the same statistics"
+    assert not list(run.dir.glob(f"{name}_*")), "the same data have the same statistics"
     chunk = run.policy("2").predict_action_chunk(SEEN)
     further = ("runner.max_steps=3", "runner.max_epochs=-1", "runner.allow_changes=[data.train_data_paths]")
     for episodes in (6, 5):  # the first start ends before its first save
@@ -188,8 +205,9 @@ def test_statistics_of_other_data_are_said_and_those_before_kept(
             with nullcontext() if episodes == 5 else pytest.raises(ZeroDivisionError):
                 shardtune.train(values, *further)
     said = "".join(capfd.readouterr())
-    assert "the training data have other statistics of states and actions than up to step 2" in said
-    assert (run.dir / "normalizer_until_step_2.json").read_text() == before != (run.dir / "normalizer.json").read_text()
+    assert f"the training data have other {what} than up to step 2" in said
+    assert (run.dir / f"{name}_until_step_2.json").read_text() == before != (run.dir / f"{name}.json").read_text()
+    shutil.rmtree(data)
     assert np.array_equal(run.policy("2").predict_action_chunk(SEEN), chunk), "by the statistics of its own steps"
 
 

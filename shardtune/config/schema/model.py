@@ -221,8 +221,8 @@ class ModelConfig(Section):
     )
     action_statistics: Text | None = key(
         None,
-        "The statistics that normalise actions, a dataset_statistics.json or the normalizer.json of an adapter's "
-        "final/; null: those next to the weights, otherwise those of the training rows.",
+        "The statistics that normalise actions: a dataset_statistics.json, or a run's normalizer.json or "
+        "action_policy.json; null: those next to the weights, otherwise those of the training rows.",
     )
     action_normalization_mask: ActionMask | None = key(
         None,

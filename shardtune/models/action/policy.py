@@ -34,6 +34,8 @@ from shardtune.models.value_head import ValueHead
 
 SETTINGS = "action_policy"
 """The key of config.json that contains all settings of actions."""
+SETTINGS_FILE = "action_policy.json"
+"""The same in a run's directory, for its checkpoints, and beside a low-rank adapter."""
 
 
 DatasetStatistics = Mapping[str, Mapping[str, Any]]
@@ -83,12 +85,19 @@ class ActionSettings:
                 where=f"config.json: {SETTINGS}",
                 remedy="train it with actor.model.model_type: vision_language_action, or give the settings",
             )
+        return cls.from_json(found, where=f"config.json: {SETTINGS}")
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], *, where: str) -> ActionSettings:
+        """The settings that `to_json` gives.
+
+        Raises:
+            ModelError: there are unknown ones.
+        """
         try:
             settings = cls(**found)
         except TypeError as error:
-            raise ModelError(
-                f"the settings of actions cannot be used: {error}", where=f"config.json: {SETTINGS}"
-            ) from error
+            raise ModelError(f"the settings of actions cannot be used: {error}", where=where) from error
         sizes, cameras = settings.value_sizes, settings.cameras
         return replace(
             settings,
@@ -100,9 +109,13 @@ class ActionSettings:
         """Write `dataset_statistics.json`."""
         (folder / STATISTICS_FILE).write_text(json.dumps(self.norm_stats, indent=2), encoding="utf-8")
 
+    def to_json(self) -> dict[str, Any]:
+        """As they stand in a model's config, and in a run's directory."""
+        return asdict(self)
+
     def write_to(self, config: PreTrainedConfig) -> None:
         """Put them into a model's config, from where `save_pretrained` writes them."""
-        setattr(config, SETTINGS, asdict(self))
+        setattr(config, SETTINGS, self.to_json())
 
     @property
     def tokens(self) -> ActionTokens:

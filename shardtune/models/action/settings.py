@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -41,9 +42,10 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
         DataError: statistics that are missing or cannot be used.
     """
     model = recipe.actor.model
-    stored = stored_settings(config)
+    kept = _kept_settings(model)
+    stored = stored_settings(config) if kept is None else kept
     _check_bins(model, config)
-    statistics, used = _statistics(recipe, stored)
+    statistics, used = _statistics(recipe, stored) if kept is None else _kept_statistics(recipe, kept)
     unnorm_key = used[0] if len(used) == 1 else None
     found = action_statistics(statistics, used[0], model.action_token_len)
     for key in used:
@@ -62,8 +64,23 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
         prompt=model.action_prompt or (stored.prompt if stored is not None else None),
         state=state,
         value_sizes=_value_sizes(model, stored),
-        cameras=_cameras(recipe, stored),
+        cameras=_cameras(recipe, stored) if kept is None else kept.cameras,
     )
+
+
+def _kept_settings(model: ModelConfig) -> ActionSettings | None:
+    """The settings that a run has kept, where `actor.model.action_statistics` names them and not statistics alone."""
+    path = None if model.action_statistics is None else Path(model.action_statistics)
+    if path is None or "norm_stats" not in (content := _read(path)):
+        return None
+    return ActionSettings.from_json(content, where=f"{STATISTICS}: {path}")
+
+
+def _kept_statistics(recipe: Recipe, kept: ActionSettings) -> tuple[dict[str, DatasetStatistics], list[str]]:
+    """As `_statistics`, of settings that a run has kept; the training rows are not read."""
+    known, key = dict(kept.norm_stats), recipe.actor.model.unnorm_key or kept.unnorm_key
+    used = _trained(known, kept) if key is None else [choose_key(known, key)]
+    return _masked(recipe, known, used), used
 
 
 def _value_sizes(model: ModelConfig, stored: ActionSettings | None) -> tuple[int, ...] | None:
@@ -244,17 +261,28 @@ def read_statistics(path: Path) -> dict[str, DatasetStatistics]:
     Raises:
         DataError: it cannot be read, or has another format.
     """
+    content = _read(path)
+    if not all(isinstance(entry, Mapping) for entry in content.values()):
+        raise _no_statistics(path)
+    return dict(content)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"the statistics cannot be read: {error}", where=f"{STATISTICS}: {path}") from error
-    if not isinstance(content, Mapping) or not all(isinstance(entry, Mapping) for entry in content.values()):
-        raise DataError(
-            "the file holds no action statistics",
-            where=f"{STATISTICS}: {path}",
-            remedy='write {"name": {"action": {"q01": […], "q99": […], "mask": […]}}}',
-        )
-    return dict(content)
+    if not isinstance(content, Mapping):
+        raise _no_statistics(path)
+    return content
+
+
+def _no_statistics(path: Path) -> DataError:
+    return DataError(
+        "the file holds no action statistics",
+        where=f"{STATISTICS}: {path}",
+        remedy='write {"name": {"action": {"q01": […], "q99": […], "mask": […]}}}',
+    )
 
 
 def _top(model: ModelConfig, stored: ActionSettings | None, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -27,7 +27,7 @@ from shardtune.models.action.encoder import ACTIONS, DATASET, PADDED, ActionEnco
 from shardtune.models.action.environment import Observation, Policy, Valuation
 from shardtune.models.action.openvla import EMPTY_TOKEN, LLAMA2, OpenVLAConfig, OpenVLAForActionPrediction
 from shardtune.models.action.openvla_processor import openvla_images
-from shardtune.models.action.policy import ActionBatch, ActionPolicy, ActionSettings, action_class
+from shardtune.models.action.policy import SETTINGS_FILE, ActionBatch, ActionPolicy, ActionSettings, action_class
 from shardtune.models.action.tokens import choose_key
 from shardtune.models.adapter import AdapterRoot, Evaluation
 from shardtune.models.language_model import LanguageRoot
@@ -222,6 +222,9 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         for dimension in range(size):
             found[f"{ERROR}/{dimension}"] = Metric(float(off_real[:, dimension].sum()), float(len(off_real)))
         return found
+
+    def saved_files(self) -> Mapping[str, object]:
+        return {**super().saved_files(), SETTINGS_FILE: self.settings.to_json()}
 
     def notes(self) -> Sequence[str]:
         settings, groups = self.settings, dict[str, list[str]]()

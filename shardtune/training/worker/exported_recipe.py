@@ -10,12 +10,15 @@ from shardtune.config import ActorConfig, Recipe
 from shardtune.config.model_names import BUILT_IN, POLICIES, TASKS
 from shardtune.config.stored_recipe import stored_recipe
 from shardtune.config.values import WORKERS
+from shardtune.models.action.policy import SETTINGS_FILE
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
 from shardtune.models.action.tokens import STATISTICS_FILE
 from shardtune.models.tasks.task import TASK_FILE
 from shardtune.training.build.lora import is_adapter
 
-_UNTIL = "normalizer_until_step_"
+_UNTIL = "_until_step_"
+FOUND = (NORMALIZER_FILE, SETTINGS_FILE)
+"""What is found in the training rows of a model that acts, and kept in the run's directory for its checkpoints."""
 ACTS = "vision_language_action"
 FEATURES = ("input_features", "output_features")
 """What the config.json of a ready policy has of its training rows."""
@@ -36,7 +39,7 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     values["actor"]["optim"] |= {"ema_decay": None, "ema_use": True}  # the directory has the weights that were chosen
     statistics = NORMALIZER_FILE
     if is_adapter(directory) and recipe.actor.model.model_type == ACTS:  # a whole model has them in its config.json
-        statistics = STATISTICS_FILE
+        statistics = SETTINGS_FILE if (directory / SETTINGS_FILE).is_file() else STATISTICS_FILE
     if (directory / statistics).is_file():
         model["action_statistics"] = str(directory / statistics)
     elif not is_adapter(directory) and not (directory / "config.json").is_file():
@@ -59,32 +62,34 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     return stored_recipe(values)
 
 
-def kept_until(run_dir: Path, step: int) -> Path:
-    """Where the normalizer of the steps up to `step` is kept, when training goes on with other statistics."""
-    return run_dir / f"{_UNTIL}{step}.json"
+def kept_until(run_dir: Path, name: str, step: int) -> Path:
+    """Where a file of `FOUND` of the steps up to `step` is kept, when training goes on with another one."""
+    return run_dir / f"{Path(name).stem}{_UNTIL}{step}.json"
 
 
-def normalizer_at(run_dir: Path, step: int) -> Path:
-    """The file of the normalizer that a policy had at a step."""
-    ends = (file.stem.removeprefix(_UNTIL) for file in run_dir.glob(f"{_UNTIL}*.json"))
+def found_at(run_dir: Path, name: str, step: int) -> Path:
+    """The file of `FOUND` that a run had at a step."""
+    begins = f"{Path(name).stem}{_UNTIL}"
+    ends = (file.stem.removeprefix(begins) for file in run_dir.glob(f"{begins}*.json"))
     later = [int(end) for end in ends if end.isdecimal() and int(end) >= step]
-    return kept_until(run_dir, min(later)) if later else run_dir / NORMALIZER_FILE
+    return kept_until(run_dir, name, min(later)) if later else run_dir / name
 
 
 def with_found(recipe: Recipe, run_dir: Path, step: int) -> Recipe:
-    """The same recipe with what a run has found in its training rows and keeps: the normalizer of a policy, the labels
-    of a task. Then those rows are not needed.
+    """The same recipe with what a run has found in its training rows and keeps, so that those are not needed: the
+    normalizer of a policy, the settings of actions, the labels of a task.
 
     Args:
         recipe: of the run.
         run_dir: its directory.
         step: of the checkpoint whose weights are used.
     """
-    if not any((run_dir / name).is_file() for name in (NORMALIZER_FILE, TASK_FILE)):
+    if not any((run_dir / name).is_file() for name in (*FOUND, TASK_FILE)):
         return recipe
     values = _with_found(recipe.to_dict(), run_dir)
-    if (normalizer := normalizer_at(run_dir, step)).is_file():
-        values["actor"]["model"]["action_statistics"] = str(normalizer)
+    for file in (found_at(run_dir, name, step) for name in FOUND):
+        if file.is_file():
+            values["actor"]["model"]["action_statistics"] = str(file)
     return stored_recipe(values)
 
 

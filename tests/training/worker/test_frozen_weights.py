@@ -449,6 +449,20 @@ class Updates(SFTWorker):
         return {"loss": total}
 
 
+class TwoUpdates(Updates):
+    """Two steps at once, of which each moves its buffers once."""
+
+    def run_training(self) -> dict[str, float]:
+        super().run_training()
+        return super().run_training()
+
+
+def test_buffers_that_move_once_an_update_are_not_named(folder: Path) -> None:
+    lines: list[str] = []
+    training_method(worker(folder, "Seeing", lines, TwoUpdates, micro_batch_size=8, max_epochs=2))()
+    assert not about(lines, "how rows are cut into micro-batches")
+
+
 @pytest.mark.parametrize("adapter", ["Seeing", "Still"])
 @pytest.mark.parametrize("micro_batch_size", [2, 8])
 def test_buffers_that_forwards_move_are_named_with_updates_of_a_workers_own(
