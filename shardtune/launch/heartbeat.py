@@ -4,7 +4,8 @@ A process that ends closes its connections, and the others notice. A host that i
 a collective would wait for it until its own limit, which is long since a save may be. So one rank of each host writes
 heartbeats to the rendezvous store, and rank 0 checks that they continue.
 
-Where a stop signal has ended a rank before the ranks could stop together, the store has that too, and the others stop.
+Where a stop signal has ended a rank before the ranks could stop together, the store has that too, and the others stop,
+also those whose collective has failed as that rank ended.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardtune.errors import Interrupted
+from shardtune.errors import Interrupted, lost_a_peer
 from shardtune.launch.events import write_last_event
 from shardtune.launch.local import is_launched
+from shardtune.launch.signals import message_of_stop
 
 BEATS_PER_LIMIT = 6
 LONGEST_BEATS = 3.0
 """A pause counts as so many beats at most: in a longer one the process itself did not run, and heard nobody."""
 ANNOUNCE_SECONDS = 2.0
-"""How long a rank that ends may take to write into the store that it was stopped."""
+"""How long a rank that ends may take to write into the store that it was stopped, and others to read that there."""
 
 _watches = 0
+_current: PeerWatch | None = None
 
 
 class PeerWatch:
@@ -44,10 +47,18 @@ class PeerWatch:
         limit: seconds without a heartbeat.
         run_dir: where the loss of a host is recorded as an event.
         number: of the watch; a process has one for each run. A stop belongs to one run.
+        rank_0_serves: whether the rendezvous store ends with rank 0.
     """
 
     def __init__(
-        self, nodes: Mapping[str, Sequence[int]], rank: int, limit: float, run_dir: Path, number: int = 1
+        self,
+        nodes: Mapping[str, Sequence[int]],
+        rank: int,
+        limit: float,
+        run_dir: Path,
+        number: int = 1,
+        *,
+        rank_0_serves: bool = False,
     ) -> None:
         self._nodes = [(node.partition("/")[0], list(ranks)) for node, ranks in nodes.items()]
         self._rank = rank
@@ -60,23 +71,29 @@ class PeerWatch:
         self._stopping = threading.Event()
         self._announced = threading.Event()
         self._answers = 0  # of the store
+        self._serves = rank == 0 and rank_0_serves
         for work in (self._beat, self._judge):
             threading.Thread(target=work, name="shardtune-peer-watch", daemon=True).start()
 
     @classmethod
-    def over(cls, nodes: Mapping[str, Sequence[int]], rank: int, limit: float, run_dir: Path) -> PeerWatch | None:
+    def over(
+        cls, nodes: Mapping[str, Sequence[int]], rank: int, limit: float, run_dir: Path, *, rank_0_serves: bool
+    ) -> PeerWatch | None:
         """A watch if there are several hosts and no launcher of this package that watches them."""
-        global _watches
+        global _watches, _current
+        _current = None
         if len(nodes) == 1 or is_launched():
             return None
         _watches += 1  # every rank has as many
-        return cls(nodes, rank, limit, run_dir, _watches)
+        _current = cls(nodes, rank, limit, run_dir, _watches, rank_0_serves=rank_0_serves)
+        return _current
 
     @contextmanager
     def announcing(self) -> Iterator[None]:
         """Let the other hosts stop too if a signal stops this rank alone inside.
 
         A signal before the first step or after the last one reaches perhaps one host, and the others would wait for it.
+        A store that ends with this rank is kept until all others have read that, for one beat at most.
         """
         try:
             yield
@@ -84,8 +101,24 @@ class PeerWatch:
             if not stopped.together:
                 self._stopping.set()
                 self._wake.set()
-                self._announced.wait(ANNOUNCE_SECONDS)
+                self._announced.wait(ANNOUNCE_SECONDS + (self._every if self._serves else 0.0))
             raise
+        except Exception as error:
+            stop = self.stop_before(error)
+            if stop is None:
+                raise
+            raise stop from None
+
+    def stop_before(self, error: BaseException) -> Interrupted | None:
+        """The stop of another host's rank that has made a collective of this rank fail; None for any other error."""
+        if not lost_a_peer(error):
+            return None
+        try:
+            if not self._connect(ANNOUNCE_SECONDS).check([self._stopped]):
+                return None
+        except RuntimeError:  # the store has ended too
+            return None
+        return Interrupted(message_of_stop())
 
     def end(self) -> None:
         """Stop watching: all ranks end together."""
@@ -97,20 +130,19 @@ class PeerWatch:
         mine = next((number for number, (_, ranks) in enumerate(self._nodes) if ranks[0] == self._rank), None)
         seen = [(-1, 0.0)] * len(self._nodes)
         prefix = "shardtune/peers"  # agents may count restarts differently
-        store, last, told = None, time.monotonic(), False
+        store, last = None, time.monotonic()
         while not self._done.is_set():
             try:
-                store = store or self._connect()
+                store = store or self._connect(self._limit)
                 if self._stopping.is_set():
-                    store.set(self._stopped, "")
-                    self._announced.set()
+                    self._announce(store)
                     return
                 if mine is not None:
                     store.add(f"{prefix}/{mine}", 1)
-                if not told and store.check([self._stopped]):
-                    told = True
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-                elif self._rank == 0 and not told:  # once it stops, others may have ended
+                if store.check([self._stopped]):
+                    self._stop_too(store)
+                    return
+                if self._rank == 0:
                     now = time.monotonic()
                     self._look(store, prefix, seen, self._passed(now - last))
                     last = now
@@ -121,13 +153,34 @@ class PeerWatch:
                 store = None
             self._wake.wait(self._every)
 
-    def _connect(self) -> dist.Store:
+    def _announce(self, store: dist.Store) -> None:
+        """Write that this rank was stopped."""
+        store.set(self._stopped, "")
+        self._await_readers(store)
+        self._announced.set()
+
+    def _stop_too(self, store: dist.Store) -> None:
+        """Stop this rank, as another was stopped, and watch no longer: hosts end, and perhaps the store."""
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        self._await_readers(store)
+        self._announced.set()
+        self._done.set()
+
+    def _await_readers(self, store: dist.Store) -> None:
+        """Write that this rank knows of the stop; where it serves the store, wait until all ranks do, for one beat."""
+        store.set(f"{self._stopped}/{self._rank}", "")
+        readers = [f"{self._stopped}/{rank}" for _, ranks in self._nodes for rank in ranks]
+        until = time.monotonic() + self._every
+        while self._serves and not store.check(readers) and time.monotonic() < until:
+            self._done.wait(ANNOUNCE_SECONDS / 20)
+
+    def _connect(self, seconds: float) -> dist.Store:
         return dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=self._limit),
+            timeout=timedelta(seconds=seconds),
         )
 
     def _passed(self, seconds: float) -> float:
@@ -175,6 +228,11 @@ class PeerWatch:
             flush=True,
         )
         os._exit(1)
+
+
+def stop_before(error: BaseException) -> Interrupted | None:
+    """The stop of another host's rank, in the run of this process, that has made a collective fail; None otherwise."""
+    return None if _current is None else _current.stop_before(error)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

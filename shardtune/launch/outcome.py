@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardtune.errors import Interrupted, lost_a_peer
 from shardtune.launch.events import last_event, write_event
+from shardtune.launch.heartbeat import stop_before
 from shardtune.launch.local import RankFailed, ReportedError, is_launched
 
 
@@ -15,7 +16,8 @@ from shardtune.launch.local import RankFailed, ReportedError, is_launched
 def recorded_end(run_dir: Path, step: Callable[[], int], *, ranks: int, is_main: bool) -> Iterator[None]:
     """Record as an event, on rank 0, that the code inside was stopped or failed.
 
-    What only follows from the end of another rank is left to the launcher, which knows that rank.
+    What only follows from the end of another rank is left to the launcher, which knows that rank. Where a signal has
+    stopped that rank, on another host, this one stops too.
 
     Args:
         run_dir: of the run.
@@ -30,6 +32,11 @@ def recorded_end(run_dir: Path, step: Callable[[], int], *, ranks: int, is_main:
             write_event(run_dir, "stop", step=step(), ranks=ranks, reason=str(stopped))
         raise
     except BaseException as error:
+        stopped = stop_before(error)
+        if stopped is not None:
+            if is_main:
+                write_event(run_dir, "stop", step=step(), ranks=ranks, reason=str(stopped))
+            raise stopped from None
         if is_main and not (is_launched() and lost_a_peer(error)):
             write_event(run_dir, "failed", step=step(), ranks=ranks, reason=f"{type(error).__name__}: {error}")
         raise

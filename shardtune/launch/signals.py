@@ -125,6 +125,11 @@ class StopSignal:
 _current: StopSignal | None = None
 
 
+def message_of_stop() -> str:
+    """The message of a stop at this moment, also of one that begins with another rank."""
+    return NOT_REPORTED if _current is None else _current.message
+
+
 @contextmanager
 def listening(*, own_process: bool = False) -> Iterator[StopSignal]:
     """Handle the signals that end a process as stop requests inside; the previous handlers are restored afterwards.

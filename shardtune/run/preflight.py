@@ -114,7 +114,8 @@ def read_together(read: Callable[[], Recipe]) -> tuple[Recipe, PeerWatch | None]
     if problem is not None:
         raise problem
     assert recipe is not None
-    return recipe, PeerWatch.over(nodes, rank, recipe.runner.lost_after, run_directory(recipe))
+    limit, run_dir, rank_0_serves = recipe.runner.lost_after, run_directory(recipe), not served_by_agent()
+    return recipe, PeerWatch.over(nodes, rank, limit, run_dir, rank_0_serves=rank_0_serves)
 
 
 def take_inventory(recipe: Recipe | None, mark: str | None = None, error: str | None = None) -> Inventory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from shardtune.errors import Interrupted
 from shardtune.launch import heartbeat
 from shardtune.launch.heartbeat import PeerWatch
+from shardtune.launch.outcome import recorded_end
 from shardtune.launch.signals import listening
 
 LIMIT = 0.6
@@ -118,3 +120,50 @@ def test_a_stop_of_all_ranks_together_is_not_announced(port: int, left: threadin
     watch.end()
     assert not store.check(["shardtune/peers/stopped/1"])
     assert not left.is_set()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_collective_that_fails_as_another_rank_was_stopped_is_a_stop_too(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, stopped: bool
+) -> None:
+    """Also where the error comes before the next heartbeat, which would have brought the stop."""
+    monkeypatch.setattr(heartbeat, "_watches", 0)
+    monkeypatch.setattr(heartbeat, "_current", None)
+    store = serve(port)
+    own = PeerWatch.over(HOSTS, 0, 60.0, tmp_path, rank_0_serves=False)
+    assert own is not None
+    beaten(store, 0)
+    with listening() as stop:
+        stop.message = "own message"
+        if stopped:
+            store.set("shardtune/peers/stopped/1", "")
+        with (
+            pytest.raises(Interrupted if stopped else RuntimeError, match="own message" if stopped else "by peer"),
+            own.announcing(),
+            recorded_end(tmp_path, lambda: 5, ranks=2, is_main=True),
+        ):
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44937")
+    own.end()
+    event = json.loads((tmp_path / "events.jsonl").read_text())
+    assert (event["event"], event["step"]) == ("stop" if stopped else "failed", 5)
+
+
+def test_an_error_of_its_own_is_no_stop(port: int, tmp_path: Path) -> None:
+    store = serve(port)
+    watch = PeerWatch(HOSTS, 1, 60.0, tmp_path)
+    store.set("shardtune/peers/stopped/1", "")
+    with pytest.raises(ValueError, match="on purpose"), watch.announcing():
+        raise ValueError("on purpose")
+    watch.end()
+
+
+def test_a_rank_that_serves_the_store_ends_once_the_others_have_read_of_its_stop(port: int, tmp_path: Path) -> None:
+    store = serve(port)
+    watch = PeerWatch(HOSTS, 0, 60.0, tmp_path, rank_0_serves=True)
+    threading.Timer(0.5, store.set, ("shardtune/peers/stopped/1/1", "")).start()
+    began = time.monotonic()
+    with pytest.raises(Interrupted), watch.announcing():
+        raise Interrupted("before the first step")
+    assert 0.4 < time.monotonic() - began < 5
+    assert store.check(["shardtune/peers/stopped/1"])
+    watch.end()
