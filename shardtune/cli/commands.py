@@ -18,6 +18,7 @@ from shardtune.cli.export import export, push
 from shardtune.cli.generate import chat, generate
 from shardtune.cli.group import SETTINGS, Commands, RecipeCommand
 from shardtune.cli.installation import env, version
+from shardtune.cli.interrupt import handle_interrupts
 from shardtune.cli.launch import launch
 from shardtune.cli.models import init, models
 from shardtune.cli.plan import plan
@@ -120,6 +121,7 @@ def main() -> None:
         end_with_parent()
     elif sys.argv[1:2] and not sys.argv[1].startswith("-"):
         os.environ |= waiting(os.environ)  # of this process and of the ranks that it starts
+    handle_interrupts()
     try:
         code = app(standalone_mode=False, prog_name="shardtune")
     except UsageError as error:

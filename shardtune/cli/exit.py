@@ -29,6 +29,8 @@ UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 def _as_users(error: BaseException) -> BaseException:
     """An error of the user's own code, or of a disk, as an error in the user's input; any other as it is."""
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return error  # at once: what follows imports modules
     from shardtune.cli.out_of_memory import explain_out_of_memory
     from shardtune.config.user_code import user_fault
     from shardtune.launch.local import RankFailed

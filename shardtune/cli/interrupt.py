@@ -1,0 +1,53 @@
+"""Ctrl-C in a command that has nothing to save: one message, also while modules are imported.
+
+An exception out of a signal's handler in the middle of an import is raised inside code of others, which may swallow it,
+turn it into an error of its own, or crash, as torch's bindings do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from shardtune.launch.signals import is_supervised
+
+IMPORTS = "<frozen importlib._bootstrap>"
+HERE = str(Path(__file__).parent)
+AGAIN_SECONDS = 0.05
+
+
+def handle_interrupts() -> None:
+    """Let SIGINT wait for the end of an import, except where a caller or `nohup` has a handler for it.
+
+    A command whose own first imports are under way has made nothing yet, and ends at once.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt)
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    files = list(_files(frame))
+    if IMPORTS not in files:
+        raise KeyboardInterrupt
+    first = len(files) - files[::-1].index(IMPORTS)
+    if files[first].startswith(HERE) and not is_supervised():
+        with suppress(OSError):  # a terminal that is gone
+            clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+            print(f"{clear}error: interrupted", file=sys.stderr, flush=True)
+        os._exit(1)
+    again = threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, number))
+    again.daemon = True
+    again.start()
+
+
+def _files(frame: FrameType | None) -> Iterator[str]:
+    """The source files of a frame and of its callers, outwards."""
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
