@@ -285,10 +285,16 @@ def no_run(directory: Path) -> CheckpointError:
 
 
 class RunLock:
-    """Prevents two runs in one directory; released when its process ends, in whatever way."""
+    """Prevents two runs in one directory; released when its process ends, in whatever way.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        run_dir: the directory.
+        patience: how many seconds longer than usual to wait for a process that holds it.
+    """
+
+    def __init__(self, run_dir: Path, patience: float = 0.0) -> None:
         self._path = run_dir / LOCK
+        self._patience = patience
         self._lock = FileLock(self._path)
 
     @property
@@ -308,7 +314,7 @@ class RunLock:
         """
 
         def gives_up(_: str, seconds: float) -> bool:
-            return seconds > LOCK_WAIT_SECONDS and self._lock.holder_alive
+            return seconds > LOCK_WAIT_SECONDS + self._patience and self._lock.holder_alive
 
         try:
             self._path.parent.resolve().mkdir(parents=True, exist_ok=True)  # also where a link leads to nothing yet

@@ -15,7 +15,7 @@ from shardtune.checkpoint.verified import directory_damage
 from shardtune.config import Recipe
 from shardtune.errors import Interrupted
 from shardtune.launch.heartbeat import PeerWatch
-from shardtune.launch.local import is_launched
+from shardtune.launch.local import is_launched, restarted_launch
 from shardtune.launch.progress import PROGRESS, START
 from shardtune.launch.signals import StopSignal, end_with_parent, is_supervised, listening
 from shardtune.launch.watchdog.watchdog import FOLDER, Watchdog
@@ -47,6 +47,9 @@ from shardtune.training.saver import on_main
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.run_context import silent
 
+HOSTS_NOTICE = 2.0
+"""After so many times `runner.lost_after` a host that is cut off has ended its ranks, under every launcher."""
+
 
 def train_rank(
     recipe: Recipe,
@@ -69,7 +72,8 @@ def train_rank(
     main = os.environ.get("RANK", "0") == "0"
     display = Display() if main else None
     run_dir = run_directory(recipe)
-    lock = RunLock(run_dir)
+    # A rank of the start before that was cut off may train on until it notices.
+    lock = RunLock(run_dir, HOSTS_NOTICE * recipe.runner.lost_after if restarted_launch() else 0.0)
     try:
         with (
             listening() as stop,

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import shardtune
 from shardtune.checkpoint import atomic
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.errors import CheckpointError, ConfigError, Interrupted
+from shardtune.launch.local import LAUNCH_ID, REPORT_DIR, RESTARTS
 from shardtune.run.directory import plan_run, tidy
 from tests.support.tiny_run import Tiny, lines, make_tiny, recorded_rows, rows, signal_after, write_rows
 
@@ -343,6 +345,24 @@ def test_two_runs_in_one_directory_are_refused(tiny: Tiny, monkeypatch: pytest.M
         holder.kill()
         holder.wait()
     assert (tiny.run("done") / "checkpoints/global_step_4").is_dir()
+
+
+def test_a_restart_waits_for_a_rank_that_was_cut_off(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains on until it notices, and holds the lock until then."""
+    monkeypatch.setattr("shardtune.run.directory.LOCK_WAIT_SECONDS", 0.1)
+    monkeypatch.setenv(RESTARTS, "1")
+    monkeypatch.setenv(LAUNCH_ID, "of this launch")
+    monkeypatch.setenv(REPORT_DIR, str(tiny.folder))
+    command = [sys.executable, "-c", HOLD, str(tiny.run("done") / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        release = threading.Timer(2.0, holder.kill)
+        release.start()
+        try:
+            shardtune.train(tiny.recipe("done"))
+        finally:
+            release.join()
 
 
 def test_a_disk_too_small_for_a_second_checkpoint_has_a_line(

@@ -171,7 +171,8 @@ class RankHolder:
         return files[0].read_text() if files else None
 
     def _watch(self) -> None:
-        while time.monotonic() - self._heard < self._patience:
+        raylet = os.getppid()  # Ray's process on this host, without which the launcher cannot reach the actor
+        while time.monotonic() - self._heard < self._patience and os.getppid() == raylet:
             time.sleep(0.25)
         self.end()
         os._exit(1)

@@ -80,8 +80,7 @@ class Cluster:
         nodes = ray_cluster.live_nodes(self.lost)
         resources = ", ".join(
             f"{node['NodeManagerAddress']}: " + " ".join(
-                f"{name} {amount:g}" for name, amount in sorted(node["Resources"].items())
-                if name in self.placement.bundle
+                f"{name} {node['Resources'].get(name, 0.0):g}" for name in self.placement.bundle
             )
             for node in nodes
         )  # fmt: skip

@@ -194,6 +194,40 @@ def test_no_room_is_told_with_what_there_is(tiny: Tiny, cluster: None) -> None:
     with pytest.raises(ParallelError, match=r"no room for 3 workers(?s:.*)CPU 2(?s:.*)room for 2"):
         shardtune.train(recipe(tiny, "crowded", **keys))
     assert not tiny.run("crowded").exists()
+    keys["runner__ray"] |= {"resources": {"tpu": 1}}
+    with pytest.raises(ParallelError, match=r"there is 1 host \([0-9.]+: CPU 2 tpu 0\)"):
+        shardtune.train(recipe(tiny, "crowded", **keys))
+
+
+@pytest.mark.own_start
+def test_a_rank_ends_with_the_process_of_ray_that_started_its_actor(tmp_path: Path) -> None:
+    """Without that the launcher, which starts the ranks again, cannot end it."""
+    code = (
+        "import subprocess, sys, time\n"
+        "from shardtune.launch.ray.actor import RankHolder\n"
+        "holder = RankHolder(60.0)\n"
+        "holder._process = subprocess.Popen(['sleep', '100'], start_new_session=True)\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(holder._process.pid) + '\\n')\n"
+        "time.sleep(60)\n"
+    )
+    parent = (
+        "import subprocess, sys, time; "
+        f"subprocess.Popen([sys.executable, '-c', {code!r}]); time.sleep(60)"
+    )  # fmt: skip
+    raylet = subprocess.Popen([sys.executable, "-c", parent])
+    file, until = tmp_path / "pid", time.monotonic() + 60
+    while not (file.exists() and file.read_text().endswith("\n")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    rank = psutil.Process(int(file.read_text()))
+    time.sleep(0.5)
+    assert rank.is_running()
+    raylet.kill()
+    raylet.wait()
+    until = time.monotonic() + 20
+    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "the rank lives on"
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
