@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
 from shardtune.config import ModelConfig
 from shardtune.errors import ModelError
 from shardtune.models.kept_buffers import KeptBuffers
 from shardtune.parallel.shard_units import outermost
+from shardtune.parallel.torch_private.graph import in_transform
 from shardtune.parallel.torch_private.operations import OpOverload, schema_of
 from shardtune.parallel.torch_private.recomputation import selective_contexts
+
+Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
+"""The contexts of a forward pass and of its recomputation."""
 
 
 class CheckpointArguments(TypedDict, total=False):
     """The arguments of `torch.utils.checkpoint.checkpoint` that are used here."""
 
     use_reentrant: bool
-    context_fn: Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
+    context_fn: Contexts
 
 
 CHECKPOINTS = "_gradient_checkpointing_func"
@@ -94,12 +98,12 @@ def checkpoint_pretrained(model: PreTrainedModel, kind: bool | str, *, compiles:
     """
     model.activation_checkpointing_enable(checkpoint_arguments(kind))
     for module in model.modules():
-        if CHECKPOINTS in vars(module) and (compiles or any(True for _ in module.buffers())):
+        if CHECKPOINTS in vars(module):
             arguments = checkpoint_arguments(kind, module)
             if compiles:
                 setattr(module, CHECKPOINTS, partial(checkpoint_apart, torch.compile(_call, dynamic=True), **arguments))
             else:
-                setattr(module, CHECKPOINTS, partial(checkpoint, **arguments))
+                setattr(module, CHECKPOINTS, partial(_checkpointed, **arguments))
 
 
 def checkpoint_unit(unit: nn.Module, kind: bool | str, *, compiles: bool = False) -> None:
@@ -111,13 +115,26 @@ def checkpoint_unit(unit: nn.Module, kind: bool | str, *, compiles: bool = False
         compiles: whether the forward is compiled; torch compiles nothing that a checkpoint calls, unless that is
             compiled by itself.
     """
-    if isinstance(unit.forward, partial) and unit.forward.func in (checkpoint, checkpoint_apart):
+    if isinstance(unit.forward, partial) and unit.forward.func in (_checkpointed, checkpoint_apart):
         return
     arguments = checkpoint_arguments(kind, unit)
     if compiles:
         unit.forward = partial(checkpoint_apart, torch.compile(unit.forward, dynamic=True), **arguments)
     else:
-        unit.forward = partial(checkpoint, unit.forward, **arguments)
+        unit.forward = partial(_checkpointed, unit.forward, **arguments)
+
+
+def _checkpointed(
+    function: Callable[..., object],
+    *args: object,
+    context_fn: Contexts = noop_context_fn,
+    use_reentrant: bool,
+    **kwargs: Any,
+) -> object:
+    """`checkpoint`; in a transform of `torch.func`, which allows none, the function is called as it is."""
+    if in_transform():
+        return function(*args, **kwargs)
+    return checkpoint(function, *args, use_reentrant=use_reentrant, context_fn=context_fn, **kwargs)
 
 
 def keep_dear(_context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

@@ -16,6 +16,7 @@ from shardtune.batch.seeds import derive_seed
 from shardtune.models.adapter import Adapter, named
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.language_model import LanguageModel
+from shardtune.parallel.torch_private.graph import outside_transforms
 from shardtune.training.step import ROW_DRAWS
 from shardtune.verify.masks import Weigh
 from shardtune.verify.trial import Trajectory, copies
@@ -86,19 +87,22 @@ def rounding_as_bf16(model: nn.Module, seed: int) -> Iterator[None]:
     draws = torch.Generator().manual_seed(seed)
 
     def rounded(tensor: torch.Tensor) -> torch.Tensor:
-        errors = torch.rand(tensor.shape, generator=draws, dtype=torch.float64) * 2 - 1
+        with outside_transforms():
+            errors = torch.rand(tensor.shape, generator=draws, dtype=torch.float64) * 2 - 1
         return tensor + (tensor.detach() * errors.to(tensor) * torch.finfo(torch.bfloat16).eps / 2)
 
     kept: dict[nn.Parameter, torch.Tensor] = {}
 
     def before(module: nn.Module, _: object) -> None:
         for parameter in module.parameters(recurse=False):
-            kept[parameter] = parameter.data
-            parameter.data = rounded(parameter.data)
+            with outside_transforms():  # a tensor made in one is of no use after it
+                kept[parameter] = parameter.data
+                parameter.data = rounded(parameter.data)
 
     def after(module: nn.Module, _: object, output: object) -> object:
         for parameter in module.parameters(recurse=False):
-            parameter.data = kept.pop(parameter)
+            with outside_transforms():
+                parameter.data = kept.pop(parameter)
         if isinstance(output, torch.Tensor) and output.is_floating_point():
             return rounded(output)
         return output

@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.func import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from shardtune.models.activation_checkpointing import PRODUCTS, checkpoint_arguments, keep_dear
+from shardtune.models.activation_checkpointing import (
+    PRODUCTS,
+    checkpoint_arguments,
+    checkpoint_pretrained,
+    checkpoint_unit,
+    keep_dear,
+)
 from shardtune.parallel.torch_private.recomputation import selective_contexts
 
 LAYERS = 2
@@ -142,3 +150,35 @@ def test_a_kernel_that_draws_is_run_again(name: str) -> None:
     assert kept(op, q, q, q, *bias)
     assert not kept(op, q, q, q, *bias, 0.1)
     assert not kept(op, q, q, q, *bias, dropout_p=0.1)
+
+
+@pytest.mark.parametrize("kind", [True, "selective"])
+def test_a_transform_of_torch_func_differentiates_a_checkpointed_layer(kind: bool | str) -> None:
+    """torch refuses a checkpoint there, so the layer is called as it is; elsewhere it stays checkpointed."""
+    torch.manual_seed(0)
+    layer, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double(), torch.randn(2, 3, dtype=torch.float64)
+
+    def gradients() -> list[torch.Tensor]:
+        layer.zero_grad()
+        (grad(lambda v: layer(v).sum())(x).square().sum() + layer(x).sum()).backward()
+        return [one.grad for one in layer.parameters() if one.grad is not None]
+
+    wanted = gradients()
+    checkpoint_unit(layer, kind)
+    for found, expected in zip(gradients(), wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+def test_so_does_one_of_transformers() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=8, num_hidden_layers=1, attn_implementation="eager", **sizes)
+    model = Qwen2ForCausalLM(config).double().train()
+    x = torch.randn(1, 4, 16, dtype=torch.float64)
+
+    def slope() -> torch.Tensor:
+        return grad(lambda v: model(inputs_embeds=v, use_cache=False).logits.sum())(x)
+
+    wanted = slope()
+    checkpoint_pretrained(model, True, compiles=False)
+    assert torch.equal(slope(), wanted)

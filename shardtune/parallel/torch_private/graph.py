@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
@@ -120,3 +122,8 @@ def accumulates() -> bool:
 def in_transform() -> bool:
     """Whether a transform of `torch.func` runs, in which tensors do not show whether they have gradients."""
     return torch._C._are_functorch_transforms_active()
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Inside, operations on plain tensors give plain ones, whatever transforms of `torch.func` run."""
+    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
