@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, get_args, get_origin
@@ -319,8 +320,11 @@ def _type_problem(details: ErrorDetails, merged: Merged) -> ConfigError:
     where = merged.origins.get(dotted)
     field = _field_inside(dotted, inside)
     if details["type"] == "extra_forbidden":
-        names = ", ".join(ENTRY_TYPES[dotted].model_fields)
-        return ConfigError(f"unknown key {shown}", where=where, remedy=f"the keys of such an entry are: {names}")
+        names = [*ENTRY_TYPES[dotted].model_fields]
+        near = get_close_matches(str(inside[-1]), names, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        remedy = f"{meant}the keys of such an entry are: {', '.join(names)}"
+        return ConfigError(f"unknown key {shown}", where=where, remedy=remedy)
     if details["type"] == "missing":
         return ConfigError(f"{shown} is required", where=where, remedy=f"add it: {allowed(field)}")
     reason = details["msg"].partition("Value error, ")[2] if details["type"] == "value_error" else ""

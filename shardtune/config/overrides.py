@@ -31,6 +31,8 @@ GROUPS = ("loss", "model", LISTED_GROUP)
 LISTS = {name: ALIASES[name] for name in (LISTED_GROUP, "train_datasets", "test_datasets")}
 """Names under which choices of the listed group may be given, and our keys."""
 CHOOSING = (*GROUPS, *(name for name in LISTS if name != LISTED_GROUP))
+LONGEST_QUOTED = 100
+"""Characters of an override that a message repeats with quotes around its value."""
 PLAIN = re.compile(
     r"""(?P<key>\+{0,2}[a-z_]\w*(?:\.[a-z_]\w*)*)=
     (?P<value>-?(?:0|[1-9]\d{0,17})(?:\.\d+)?(?:e[+-]?\d+)?
@@ -135,8 +137,8 @@ def _parse(texts: Sequence[str]) -> list[Override]:
             raise ConfigError(
                 f"override {cut(text)} cannot be read: {reason}",
                 where=cut(" ".join(texts)),
-                remedy="quote values with spaces or special characters for the shell and again inside: "
-                "'key=\"a value\"'",
+                remedy="quote values with spaces or special characters, such as =, for the shell and again "
+                f"inside: {_in_quotes(text)}",
             ) from error
         if override.package is not None:
             raise ConfigError(
@@ -152,6 +154,13 @@ def _parse(texts: Sequence[str]) -> list[Override]:
             )
         parsed.append(Override(text, _in_full(override.key_or_group, value), value))
     return parsed
+
+
+def _in_quotes(text: str) -> str:
+    """The override with its value in quotes, to be typed; an example where it is long or has quotes of its own."""
+    key, _, value = text.partition("=")
+    example = len(text) > LONGEST_QUOTED or not value or any(sign in value for sign in "'\"\\$")
+    return "'key=\"a value\"'" if example else f"'{key}=\"{value}\"'"
 
 
 @cache

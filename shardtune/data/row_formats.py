@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from shardtune.data.encoder import Row, RowError
@@ -260,7 +261,11 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
         return row
     missing = [name for name in columns.values() if name not in row]
     if missing:
-        raise RowError(f"data.columns names {missing[0]!r}, which the row does not have (its keys: {shown_keys(row)})")
+        near = get_close_matches(missing[0], [str(key) for key in row], 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise RowError(
+            f"data.columns names {missing[0]!r}, which the row does not have (its keys: {shown_keys(row)}){meant}"
+        )
     taken = set(columns.values())
     kept = {key: value for key, value in row.items() if key not in taken}
     return {**kept, **{name: row[column] for name, column in columns.items()}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardtune.checkpoint.training_state import read_training_state
 from shardtune.config import Recipe, flatten
@@ -129,6 +130,7 @@ def check_changes(
             now.pop(one, None)
         if not same:
             before[key], now[key] = f"what {old.references.get(key)} was", str(recipe.references.get(key, "a value"))
+    _drop_emptied(before, now)
     refused, notes = [], []
     _check_precision(old, recipe, run_dir)
     for key in sorted(before.keys() | now.keys()):
@@ -157,6 +159,16 @@ def check_changes(
             ),
         )
     return tuple(notes)
+
+
+def _drop_emptied(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Take an empty mapping out of the keys of one recipe where the other has keys in it, which are compared."""
+    for one, other in ((before, now), (now, before)):
+        emptied = [
+            key for key, value in one.items() if value == {} and any(name.startswith(f"{key}.") for name in other)
+        ]
+        for key in emptied:
+            del one[key]
 
 
 def _moved(was: object, now: object) -> bool:

@@ -93,7 +93,12 @@ data: {train_data_paths: {path: a.jsonl, weight: 2}}
         ("actor.optim.lr@x=1", "names a package"),
         ("actor.optim.lr", "is not an override"),
         ("actor.optim.lr==1", "cannot be read"),
+        ("runner.logger.experiment_name=a=b", """inside: 'runner.logger.experiment_name="a=b"'"""),
         ("data.train_data_paths[0].weight=3", "names an entry of a list by its number"),
+        (
+            "data.train_data_paths=[{path: a.jsonl, wieght: 3}]",
+            "did you mean weight? the keys of such an entry are",
+        ),
         ("data.train_data_paths.weight=3", "is train.jsonl, which has no weight"),
         ("data.system_prompt=be (brief", "cannot be read"),
         ("wandb.enabled=maybe", "wandb.enabled: maybe is not allowed"),

@@ -214,7 +214,9 @@ def test_rename_columns():
     row = {"problem": "2+2?", "solution": "4", "question": "an id", "other": 1}
     renamed = rename_columns(row, {"question": "problem", "answer": "solution"})
     assert renamed == {"question": "2+2?", "answer": "4", "other": 1}
-    with pytest.raises(RowError, match=r"'problme', which the row does not have \(its keys: problem"):
+    with pytest.raises(
+        RowError, match=r"'problme', which the row does not have \(its keys: problem.*did you mean problem\?"
+    ):
         rename_columns(row, {"question": "problme"})
 
 

@@ -11,9 +11,10 @@ import pytest
 
 import shardtune
 from shardtune import Sample
+from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError
 from shardtune.run.diff.circumstances import files_read
-from shardtune.run.resume_check import data_changes
+from shardtune.run.resume_check import check_changes, data_changes
 from tests.support.healthy_adapters import Regressor
 from tests.support.tiny_run import write_rows
 
@@ -53,6 +54,18 @@ def test_rows_that_encode_makes_otherwise_are_refused(tmp_path: Path, kind: str)
         shardtune.train(recipe(tmp_path, kind, max_steps=4))
     allowed = ["data.train_data_paths"]
     assert shardtune.train(recipe(tmp_path, kind, max_steps=4, allow_changes=allowed)).metrics
+
+
+def test_keys_in_a_mapping_that_was_empty_are_the_change(tmp_path: Path) -> None:
+    given = recipe(tmp_path, "Regressor")
+    old = load_recipe(given)
+    now = load_recipe({**given, "data": {**given["data"], "columns": {"x": "input"}}})
+    with pytest.raises(CheckpointError) as told:
+        check_changes(old, now, tmp_path)
+    assert "made with:\n    data.columns.x: null -> input\n" in str(told.value)
+    assert "runner.allow_changes=[data.columns.x]" in str(told.value)
+    with pytest.raises(CheckpointError, match=r"made with:\n    data\.columns\.x: input -> null\n"):
+        check_changes(now, old, tmp_path)
 
 
 def test_records_without_checksums_of_rows_are_the_same() -> None:
