@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.data.images.images import IMAGE_FIELDS, SIZES, SPANS
-from shardtune.errors import disk_error, legible, printable
+from shardtune.errors import counted, disk_error, legible, printable
 from shardtune.launch.signals import drop_unwritten, outlive_output
 from shardtune.models.recipe_hooks import OF_ANSWERS
 from shardtune.run.live import NotebookFoot, TerminalFoot, Ticking
@@ -204,7 +204,7 @@ class Display:
         tokens = f"{summary.tokens:,} tokens ({summary.targets:,.0f} trained), " if summary.tokens is not None else ""
         epoch = summary.files
         if summary.rows is not None and summary.steps_per_epoch is not None:
-            epoch = f"{summary.rows:,} rows, {tokens}{summary.steps_per_epoch:,} steps"
+            epoch = f"{counted(summary.rows, 'row')}, {tokens}{counted(summary.steps_per_epoch, 'step')}"
         lines = [
             ("model", f"{summary.model}, {count(summary.parameters)} parameters, {share:.2%} trained"),
             *(
@@ -219,7 +219,7 @@ class Display:
             ("training", f"{summary.total_steps:,} step{'' if summary.total_steps == 1 else 's'}"),
         ]
         sets = ", ".join(
-            f"{name} {rows:,} rows".strip() if rows is not None else name or "eval"
+            f"{name} {counted(rows, 'row')}".strip() if rows is not None else name or "eval"
             for name, rows in summary.evaluation.items()
         )
         if sets:

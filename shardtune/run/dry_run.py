@@ -22,7 +22,7 @@ from shardtune.data.loader.step_loader import DataState, StepLoader
 from shardtune.data.prepare import PreparedData, prepare_data
 from shardtune.data.user_loader.batch import describe_batch
 from shardtune.data.user_loader.loader import BatchLoader
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import ConfigError, ModelError, counted
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.find_adapter import find_adapter
 from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
@@ -91,7 +91,7 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
         display.report(
             f"one step: loss {decimal(metrics['train/loss'], 4)}, "
             f"gradient norm {decimal(metrics['train/grad_norm'], 3)}, {_size(metrics)}; "
-            f"to come: {worker.position.horizon:,} steps, {_size_to_come(worker, metrics)}"
+            f"to come: {counted(worker.position.horizon, 'step')}, {_size_to_come(worker, metrics)}"
         )
         for note in plan.notes:
             display.report(note)
@@ -139,10 +139,9 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
         worker: set up, one step done; the first batch of each evaluation set goes through it here.
         metrics: of the step.
     """
-    model, summary = worker.recipe.actor.model, worker.summary()
-    where = model.model_path if model.model_path and not model.from_scratch else "drawn from the seed"
+    summary = worker.summary()
     lines = [
-        f"✓ model weights: {summary.model} of {count(summary.parameters)} parameters, {where}",
+        f"✓ model weights: {summary.model} of {count(summary.parameters)} parameters, {_origin(worker)}",
         f"✓ training data: {_epoch(summary)}",
         f"✓ format: {_format(worker)}",
         f"✓ supervision target: a loss of {decimal(metrics['train/loss'], 4)} over {_targets(worker, metrics)} of the "
@@ -161,11 +160,24 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
     return lines
 
 
+def _origin(worker: FSDPSftWorker) -> str:
+    """The origin of the weights that training starts from."""
+    source = worker.task.initial_weights()
+    if isinstance(source, str | Path):
+        return str(source)
+    given = {} if source is None else {name: value for name, value in source.items() if value is not None}
+    if not given:
+        return "drawn from the seed"
+    paths = [f"{name or 'the rest'} from {value}" for name, value in given.items() if isinstance(value, str | Path)]
+    entries = "1 entry" if len(given) == 1 else f"{len(given):,} entries"
+    return ", ".join(paths) if paths else f"{entries} of initial_weights()"
+
+
 def _epoch(summary: RunSummary) -> str:
     """The rows and steps of an epoch, or its files where they are not counted."""
     if summary.rows is None or summary.steps_per_epoch is None:
         return summary.files
-    return f"{summary.rows:,} rows in {summary.steps_per_epoch:,} steps"
+    return f"{counted(summary.rows, 'row')} in {counted(summary.steps_per_epoch, 'step')}"
 
 
 def _targets(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:
@@ -189,7 +201,7 @@ def _evaluated(worker: FSDPSftWorker, name: str) -> str:
     """One evaluation set: its rows, and the metrics of the first batches if a user method measures them."""
     loader, info = worker.eval_loaders[name]
     size = info.get("num_samples")
-    found = f"{name or 'eval'}{f', {size:,} rows' if size is not None else ''}"
+    found = (name or "eval") + (f", {counted(size, 'row')}" if isinstance(size, int) else "")
     if isinstance(loader, EvaluationSet):
         return found
     require_all_samples(loader, name or "eval")
@@ -235,7 +247,7 @@ def describe_training(rows: TrainingRows) -> str:
     if not isinstance(rows, RowsByFile):
         return describe(rows)
     file = rows.data_files[rows.first_file].file.label
-    return f"{file}, the first of {len(rows.data_files):,} files: {describe(rows.first)}"
+    return f"{file}, the first of {counted(len(rows.data_files), 'file')}: {describe(rows.first)}"
 
 
 def _report_files(rows: TrainingRows | None, max_length: int, display: Display) -> None:
@@ -257,7 +269,9 @@ def describe(rows: TokenDataset) -> str:
     else:
         held = f"weight {', '.join(f'{values.sum():,.0f} in {term}' for term, values in weights.items())}"
     gone = f", {len(rows.left_out):,} of them left out by data.quarantine" if len(rows.left_out) else ""
-    return f"{len(rows):,} rows, {held}; longest {int(lengths.max()):,}, median {int(np.median(lengths)):,}{gone}"
+    return (
+        f"{counted(len(rows), 'row')}, {held}; longest {int(lengths.max()):,}, median {int(np.median(lengths)):,}{gone}"
+    )
 
 
 def preview(
@@ -303,7 +317,7 @@ def _preview(loaded: Recipe, rows: int, start: int, images: Path | None) -> None
         display.report(f"evaluation set {name or 'eval'}: {describe(evaluation)}")
     if start >= len(data):
         raise ConfigError(
-            f"there is no row {start}: the data has {len(data):,} rows",
+            f"there is no row {start}: the data has {counted(len(data), 'row')}",
             where=f"--start {start}",
             remedy=f"give a number below {len(data):,}",
         )

@@ -17,7 +17,7 @@ from shardtune.config.user_code import named_errors
 from shardtune.data.encoder import Row, RowError, caused_by
 from shardtune.data.sources.inference_rows import InferenceRows, dropped_note
 from shardtune.data.sources.resolve import resolve_sources
-from shardtune.errors import ConfigError, DataError, ModelError
+from shardtune.errors import ConfigError, DataError, ModelError, counted
 from shardtune.models.adapter import Adapter
 from shardtune.models.adapter_encoder import FieldEncoder
 from shardtune.models.tasks.task import TextTask
@@ -202,9 +202,11 @@ def _a_value_each(found: object, rows: int, where: str) -> list[object]:
     """
     values: list[object] | None = [*found] if isinstance(found, torch.Tensor | np.ndarray | Sequence) else None
     if values is None or isinstance(found, str) or len(values) != rows:
-        made = f"a {type(found).__name__}" if values is None else f"{len(values)} values"
+        made = f"a {type(found).__name__}" if values is None else counted(len(values), "value")
         raise ModelError(
-            f"for {rows} rows it returned {made}", where=where, remedy="return a value for each row, in order"
+            f"for {counted(rows, 'row')} it returned {made}",
+            where=where,
+            remedy="return a value for each row, in order",
         )
     return values
 

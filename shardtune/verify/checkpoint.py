@@ -13,7 +13,7 @@ from shardtune.checkpoint.state_file import FOLDER, STATE, StateFile, fault_of
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.verified import damage, described
 from shardtune.data.checksum import Parts
-from shardtune.errors import CheckpointError
+from shardtune.errors import CheckpointError, counted
 
 FINAL, CHECKPOINTS = "final", "checkpoints"
 SHOWN = 3
@@ -162,4 +162,4 @@ def _extent(folder: Path, files: Mapping[str, Parts], of_files: str) -> str:
     further = [name for name in relative_files(folder) if name not in files and name != of_files]
     more = f", … ({len(further)} in all)" if len(further) > SHOWN else ""
     beside = f"; beside them, not written by the run: {', '.join(further[:SHOWN])}{more}" if further else ""
-    return f"{len(files)} files, {size:,} bytes{beside}"
+    return f"{counted(len(files), 'file')}, {size:,} bytes{beside}"

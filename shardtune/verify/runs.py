@@ -14,6 +14,7 @@ import torch
 
 from shardtune.batch import Sample
 from shardtune.config import Recipe
+from shardtune.errors import counted
 from shardtune.models.adapter import Adapter
 from shardtune.verify.case import STEPS
 from shardtune.verify.kit import NO_PROCESSES, PARITY, TRAINING, Kit
@@ -71,7 +72,7 @@ def check_encode(kit: Kit) -> str:
                 where=f"{name}.weights",
                 remedy="let weights depend on the sample alone",
             )
-    return f"{len(kit.case.rows)} rows, the same twice and in another order"
+    return f"{counted(len(kit.case.rows), 'row')}, the same twice and in another order"
 
 
 def difference(one: Sample, other: Sample) -> str | None:
@@ -163,7 +164,8 @@ def check_reload(kit: Kit) -> str:
                     remedy="keep all that the loss depends on in parameters, persistent buffers and options; nothing "
                     "in module globals, on the adapter, or in what loss or build compute while training",
                 )
-    return f"{len(here)} rows, the same losses bit for bit in a fresh process, from checkpoint and exported model"
+    rows = counted(len(here), "row")
+    return f"{rows}, the same losses bit for bit in a fresh process, from checkpoint and exported model"
 
 
 def _same_samples(kit: Kit, there: Sequence[str]) -> None:

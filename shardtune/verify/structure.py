@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardtune.batch import Batch, LossSum
+from shardtune.errors import counted
 from shardtune.models.adapter import Adapter
 from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.parallel.meta_init import named_tensors, persistent_buffers
@@ -34,7 +35,8 @@ def check_build(kit: Kit) -> str:
     _same_buffers(empty, real, kit.adapter(), seed)
     _same_values(kit, real)
     parameters, tied = dict(empty.named_parameters()), ties(empty)
-    result = f"{len(parameters)} parameters, {sum(1 for _ in empty.buffers())} buffers, {len(tied)} tied"
+    buffers = counted(sum(1 for _ in empty.buffers()), "buffer")
+    result = f"{counted(len(parameters), 'parameter')}, {buffers}, {len(tied)} tied"
     return "; ".join([result, *notes])
 
 
@@ -200,7 +202,7 @@ def check_gradient(kit: Kit) -> str:
             )
         if not torch.isfinite(total):
             raise Failed(
-                f"the term {term!r} is {total.item()} on the first {trial.num_rows} rows",
+                f"the term {term!r} is {total.item()} on the first {counted(trial.num_rows, 'row')}",
                 where=f"{adapter}.loss",
                 remedy="look at the rows (shardtune data preview) and at divisions and logarithms in the loss",
             )
@@ -225,7 +227,7 @@ def check_gradient(kit: Kit) -> str:
             where=f"{adapter}.loss",
             remedy="look for square roots, norms and logarithms at 0, and for masks by multiplication with infinities",
         )
-    return f"{shown_losses(measured.totals, measured.weights)}; reaches {len(trained)} parameters"
+    return f"{shown_losses(measured.totals, measured.weights)}; reaches {counted(len(trained), 'parameter')}"
 
 
 def _only_measures(adapter: Adapter, losses: Mapping[str, LossSum]) -> bool:

@@ -14,7 +14,7 @@ from shardtune.data.cache.by_file import RowsByFile, rows_to_show
 from shardtune.data.loader.packing import pack
 from shardtune.data.loader.protocol import DataState
 from shardtune.data.prepare import PreparedData, prepare_data
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, counted
 from shardtune.models.adapter import Adapter
 from shardtune.models.language_model import LanguageModel
 from shardtune.models.recipe_hooks import Hooks
@@ -118,9 +118,9 @@ def read(recipe: Recipe, adapter: Adapter, layout: Layout, prepared: PreparedDat
     lengths = rows_to_show(rows).lengths
     if tokens is None:
         tokens = round(sum(step.num_tokens for step in looked_at) / len(looked_at) * horizon)
-    of = f" of the first of {len(rows.data_files):,} files" if isinstance(rows, RowsByFile) else ""
+    of = f" of the first of {counted(len(rows.data_files), 'file')}" if isinstance(rows, RowsByFile) else ""
     return Work(
-        source=f"{len(lengths):,} rows{of}, as encoded",
+        source=f"{counted(len(lengths), 'row')}{of}, as encoded",
         batches=[fullest] * min(number, ALIKE),
         micro_batch_tokens=len(fullest.input_ids) if isinstance(fullest, PackedBatch) else None,
         micro_batches=number,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from shardtune.errors import counted
 from shardtune.run.plan.plan import Plan
 from shardtune.run.plan.solve import Change
 from shardtune.run.status import duration
@@ -64,14 +65,14 @@ def _step(plan: Plan) -> str:
     work = plan.work
     each = "" if work.micro_batch_tokens is None else f" of at most {work.micro_batch_tokens:,} tokens"
     several = "es" if work.micro_batches > 1 else ""
-    return f"{work.step_tokens:,.0f} tokens; a rank: {work.micro_batches} micro-batch{several}{each}"
+    return f"{counted(round(work.step_tokens), 'token')}; a rank: {work.micro_batches} micro-batch{several}{each}"
 
 
 def _run(plan: Plan) -> str:
     work = plan.work
     if work.steps is None:
         return "unknown number of steps: name rows in data.train_data_paths, or give --tokens"
-    return f"{work.steps:,} step{'s' if work.steps != 1 else ''}, {work.tokens or 0:,.0f} tokens"
+    return f"{counted(work.steps, 'step')}, {work.tokens or 0:,.0f} tokens"
 
 
 def _time(plan: Plan) -> str:

@@ -482,8 +482,9 @@ class CachedRowsTask(Task):
         notes = [f"{gone:,} row{' is' if gone == 1 else 's are'} left out by data.quarantine"] if gone else []
         if isinstance(train, RowsByFile):
             notes.append(
-                f"data.cache: by_file: {len(train.data_files):,} files are tokenised and counted one by one, when they "
-                "are read"
+                "data.cache: by_file: "
+                + ("1 file is" if len(train.data_files) == 1 else f"{len(train.data_files):,} files are")
+                + " tokenised and counted one by one, when read"
             )
         if train is not None and self.recipe.data.augmentation.is_on:
             notes.append(f"images of training are augmented, by {image_changes().name}")
