@@ -41,7 +41,7 @@ from shardtune.engine.push import Facts, Form, Names, Receiver, copy_parts, fact
 from shardtune.engine.split_arguments import Part
 from shardtune.engine.stops import Stops
 from shardtune.parallel.parts import parts_of
-from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.parallel.precision import COMPUTE_DTYPE, IN_FULL, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.torch_private.fsdp2 import forget_iteration, is_at_rest
@@ -124,12 +124,16 @@ class RankModule:
         if sequence is not None and sequence.rings:
             self.notes.append("sequences are shared by ring attention")
         # A user's optimizer holds the module's own parameters: none of them has a separate master copy.
-        in_full = "fp64" if master == torch.float64 else "fp32"
         self._weights = (
-            hold(self._module, partial=model_parallel.partial)
+            hold(self._module, partial=model_parallel.partial, masters=False)
             if layout.flat and ranks.mesh is not None
             else Weights(
-                self._module, self._module, in_full, ranks, partial=model_parallel.partial, parts_of_units=True
+                self._module,
+                self._module,
+                IN_FULL[precision],
+                ranks,
+                partial=model_parallel.partial,
+                parts_of_units=True,
             )
         )
         if layout.tensor > 1:

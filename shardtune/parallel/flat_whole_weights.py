@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardtune.parallel.flat_operands import FlatOperands
 from shardtune.parallel.fsdp1 import FlatSharding, Flattening
+from shardtune.parallel.half_products import ProductsInFp32
 from shardtune.parallel.torch_private.fsdp1 import free_gathered
 from shardtune.parallel.torch_private.fsdp2 import in_backward
 from shardtune.parallel.torch_private.modules import list_parameters
@@ -74,6 +75,6 @@ class WholeFlatWeights(WholeWeights):
         return self.stepping and not torch.is_grad_enabled()
 
     def free(self) -> None:
-        with without_modes(FlatOperands):  # which refuse what FSDP1 does with its parameters
+        with without_modes(FlatOperands, ProductsInFp32):  # the former refuse what FSDP1 does with its parameters
             for shell in self._flattened.wrapped:
                 free_gathered(shell)

@@ -36,7 +36,7 @@ from shardtune.errors import ModelError
 from shardtune.parallel.flat_operands import FlatOperands
 from shardtune.parallel.flat_whole_weights import WholeFlatWeights
 from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
-from shardtune.parallel.precision import COMPUTE_DTYPE
+from shardtune.parallel.precision import COMPUTE_DTYPE, IN_FULL
 from shardtune.parallel.torch_private.fsdp1 import (
     FlatParameter,
     drop_unreduced_gradient,
@@ -82,6 +82,7 @@ class FlatWeights(Weights):
         model: the model inside the root, whose names are used.
         reduce_each: reduce gradients over ranks after each micro-batch.
         excluded_from_checkpoint: names of parameters that checkpoints leave out.
+        masters: whether what ranks hold whole computes in half precision, with masters beside the model.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class FlatWeights(Weights):
         *,
         reduce_each: bool = False,
         excluded_from_checkpoint: Collection[str] = (),
+        masters: bool = True,
     ) -> None:
         mesh = sharding.ranks.shard_mesh
         assert mesh is not None
@@ -108,7 +110,7 @@ class FlatWeights(Weights):
         super().__init__(
             sharding.root,
             model,
-            sharding.precision,
+            sharding.precision if masters else IN_FULL[sharding.precision],
             sharding.ranks,
             reduce_each=reduce_each,
             excluded_from_checkpoint=excluded_from_checkpoint,

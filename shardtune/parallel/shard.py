@@ -16,7 +16,7 @@ from shardtune.parallel.fsdp2 import shard
 from shardtune.parallel.generation import keep_step
 from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
 from shardtune.parallel.half_products import lacks_half_products, multiply_in_fp32
-from shardtune.parallel.precision import COMPUTE_DTYPE
+from shardtune.parallel.precision import COMPUTE_DTYPE, IN_FULL
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import REVERSIBLE
 from shardtune.parallel.torch_private.tensors import read_whole_numbers
@@ -34,6 +34,7 @@ class Hold(Protocol):
         reduce_each: bool = False,
         excluded_from_checkpoint: Collection[str] = (),
         partial: Collection[str] = (),
+        masters: bool = True,
     ) -> Weights: ...
 
 
@@ -60,7 +61,7 @@ def shard_model(
         ParallelError: the model has no forward or is of TorchScript, or FSDP1 cannot shard a part of it.
 
     Returns:
-        What makes the model's weights once it has its values; arguments as `Weights` has them.
+        What makes the model's weights once it has its values; arguments as `Weights` and `FlatWeights` have them.
     """
     refuse_gradient_hooks(root.named_parameters(), ranks)
     if ranks.mesh is not None:
@@ -101,13 +102,20 @@ def shard_model(
         reduce_each: bool = False,
         excluded_from_checkpoint: Collection[str] = (),
         partial: Collection[str] = (),
+        masters: bool = True,
     ) -> Weights:
         if flat is not None:
-            return FlatWeights(flat, model, reduce_each=reduce_each, excluded_from_checkpoint=excluded_from_checkpoint)
+            return FlatWeights(
+                flat,
+                model,
+                reduce_each=reduce_each,
+                excluded_from_checkpoint=excluded_from_checkpoint,
+                masters=masters,
+            )
         return Weights(
             root,
             model,
-            precision,
+            precision if masters else IN_FULL[precision],
             ranks,
             reduce_each=reduce_each,
             excluded_from_checkpoint=excluded_from_checkpoint,

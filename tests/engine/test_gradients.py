@@ -134,3 +134,53 @@ def test_what_an_optimizer_keeps_is_returned_whole(two_ranks, executor: Any, row
             if executor == "fsdp1" and kind is torch.optim.Adam:
                 with pytest.raises(ModelError, match=r"norm of .* of an optimizer's state, .* is that of this rank's"):
                     engine.norm_of_moment()
+
+
+class Scaled(nn.Fsdp2TrainModule):
+    """Has parameters that ranks hold whole: one number, and a norm with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)
+        self.scale = torch.nn.Parameter(torch.tensor(0.7))
+        self.norm = torch.nn.BatchNorm1d(3).eval()
+
+    @property
+    def non_split_modules(self) -> set[type]:
+        return {torch.nn.Linear}
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x) * self.scale))
+
+    def step(self, rows: torch.Tensor) -> float:
+        with torch.no_grad():
+            self(rows)
+        for row in rows:
+            (self(row[None]).float().square().sum() / len(rows)).backward()
+        norm = self.clip_grad_norm_(0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+
+@pytest.mark.parametrize(
+    ("executor", "precision"), [("fsdp2", "bf16"), ("fsdp1", "bf16"), ("fsdp1", "fp16"), ("ddp", "fp16")]
+)
+def test_parameters_of_one_number_and_forwards_alone_in_half_precision(
+    two_ranks, executor: Any, precision: str
+) -> None:
+    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    plain = TrainEngine(Scaled(), precision="fp32").build()
+    with TrainEngine(Scaled(), executor, precision=precision).build(colocate_with=two_ranks, take_turns=False) as engine:
+        for _ in range(2):
+            norms, (wanted,) = engine.step(NeedParallel(rows)), plain.step(rows)
+            assert norms == [pytest.approx(wanted, rel=0.02)] * 2
+        found, wanted = dict(engine.named_tensors()), dict(plain.named_tensors())
+    for name in ("scale", "first.weight"):
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=2e-3)
+    assert abs(float(wanted["scale"]) - 0.7) > 5e-3
