@@ -259,6 +259,7 @@ class Gradients:
         def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if concerns(optimizer):
                 self._reach()
+                self._weights.begin_update()
                 self._weights.whole.stepping = True
                 for group in optimizer.param_groups:
                     one_by_one_if_mixed(group)

@@ -258,6 +258,21 @@ class FlatWeights(Weights):
         for shell in self._flattened.shells:
             shell.used.clear()
 
+    @torch.no_grad()
+    def begin_update(self) -> None:
+        # A forward takes those gradients away of which a rank has no numbers, and earlier backward passes gave them.
+        names = [name for name, piece in self._pieces.items() if any(first == end for first, end in piece.numbers)]
+        if not names:
+            return
+        with without_modes(FlatOperands):
+            parameters = [self.parameters[name] for name in names]
+            used = [parameter.grad is not None and parameter.numel() > 0 for parameter in parameters]
+            flags = torch.tensor(used, dtype=torch.uint8, device=self._ranks.device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            for parameter, by_any in zip(parameters, flags.tolist(), strict=True):
+                if not parameter.numel():
+                    parameter.grad = torch.zeros_like(parameter) if by_any else None
+
     def end_update(self) -> None:
         for shell in self._flattened.shells:
             shell.begin = self._begin_update

@@ -536,6 +536,9 @@ class Weights:
     def begin_backward(self) -> None:
         """Let a backward pass of a user's begin with the gradients that parameters have then: its own, or none."""
 
+    def begin_update(self) -> None:
+        """Let a step of an optimizer of a user's find the same gradients on all ranks; all ranks call it."""
+
     def end_update(self) -> None:
         """Note that a user's own loop has updated the weights: what it uses for the next update begins anew."""
 

@@ -175,7 +175,8 @@ def test_parameters_of_one_number_and_forwards_alone_in_half_precision(
 ) -> None:
     rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     plain = TrainEngine(Scaled(), precision="fp32").build()
-    with TrainEngine(Scaled(), executor, precision=precision).build(colocate_with=two_ranks, take_turns=False) as engine:
+    made = TrainEngine(Scaled(), executor, precision=precision)
+    with made.build(colocate_with=two_ranks, take_turns=False) as engine:
         for _ in range(2):
             norms, (wanted,) = engine.step(NeedParallel(rows)), plain.step(rows)
             assert norms == [pytest.approx(wanted, rel=0.02)] * 2
@@ -184,3 +185,63 @@ def test_parameters_of_one_number_and_forwards_alone_in_half_precision(
         assert found[name].dtype == torch.float32
         torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=2e-3)
     assert abs(float(wanted["scale"]) - 0.7) > 5e-3
+
+
+class Rare(torch.nn.Module):
+    """A unit with a layer that only some rows use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every, self.some = torch.nn.Linear(5, 5).double(), torch.nn.Linear(5, 5).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[:, :1] > 0
+        return torch.tanh(self.every(x)) + (chosen * self.some(x) if chosen.any() else 0.0)
+
+
+class Choosing(nn.Fsdp2TrainModule):
+    """Goes backward row by row, and forward once more before the update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = torch.nn.ModuleList([Rare(), Rare()])
+
+    @property
+    def non_split_modules(self) -> set[type]:
+        return {Rare}
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for unit in self.units:
+            x = torch.cat([x[:, :1], unit(x)[:, 1:]], 1)
+        return x
+
+    def step(self, rows: torch.Tensor) -> int:
+        for row in rows:
+            (self(row[None]).square().sum() / len(rows)).backward()
+        with torch.no_grad():
+            self(rows)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return len(self.optimizer.state)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_layer_that_an_early_pass_of_one_rank_uses_has_states_on_all(
+    two_ranks, executor: Any, tmp_path: Path
+) -> None:
+    x = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x[..., 0] = -1.0
+    x[:, 2, 0] = 1.0  # the first row of the second rank
+    plain = TrainEngine(Choosing()).build()
+    with TrainEngine(Choosing(), executor).build(colocate_with=two_ranks, take_turns=False) as engine:
+        for rows in x:
+            assert engine.step(NeedParallel(rows)) == 2 * plain.step(rows)
+            engine.save(tmp_path / "state")
+            engine.load(tmp_path / "state")
+        found, wanted = dict(engine.named_tensors()), dict(plain.named_tensors())
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
