@@ -345,19 +345,12 @@ def _end_backward(group: Any, filling: Filling, second: SecondDerivatives, fills
         return  # FSDP2 calls this once more when the pass ends
     if fills and filling.on:
         _fill(group, filling, complete=second.ahead)
-    if group.reduce_grads:
-        _widen(group)
-    type(group).post_backward(group)
-
-
-def _widen(group: Any) -> None:
-    """Have all gradients in the dtype of the sum where some were accumulated in it: FSDP2 sums those of one dtype, and
-    a parameter's first one may come in the last micro-batch."""
-    made = [each for each in group.fsdp_params if "_unsharded_param" in vars(each)]
+    made = [each for each in group.fsdp_params if "_unsharded_param" in vars(each)] if group.reduce_grads else ()
     if any(each.unsharded_accumulated_grad is not None for each in made):
-        for each in made:
+        for each in made:  # FSDP2 sums gradients of one dtype, and a parameter's first may come in the last micro-batch
             if each.unsharded_accumulated_grad is None:
                 each.to_accumulated_grad_if_needed()
+    type(group).post_backward(group)
 
 
 def _fill(group: Any, filling: Filling, *, complete: bool) -> None:
