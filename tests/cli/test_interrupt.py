@@ -35,7 +35,11 @@ Path({ended!r}).touch()
 
 def interrupted(command: list[str], began: Path, cwd: Path) -> tuple[int, str]:
     """Exit code and output of a command that Ctrl-C has reached while a module is imported."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what runs in background
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
+    finally:
+        signal.signal(signal.SIGINT, before)
     until = time.monotonic() + 30
     while not began.exists():
         assert process.poll() is None, process.communicate()[0]
