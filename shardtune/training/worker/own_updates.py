@@ -61,7 +61,9 @@ class OwnUpdates:
             self.with_gradient += 1
         else:
             self.without += 1
-        if not self._summed:
+        if self._summed:
+            self.weights.begin_update()  # a forward after `clip` may have taken gradients away
+        else:
             self._sum()
         self._summed = False
 

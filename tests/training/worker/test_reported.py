@@ -93,6 +93,25 @@ class Clips(own.Task):
         return {"loss": loss.item(), "norm": norm, "after": after, "unused": unused}
 
 
+class ClipsThenLooks(own.Task):
+    """A forward between the norm and the update."""
+
+    def model_provider_func(self) -> Any:
+        return scaled()
+
+    def run_training(self) -> Any:
+        batch = next(self.data_iter)
+        loss = self.get_train_model_output(batch)
+        loss.backward()
+        self.clip_grad_norm_(CLIP)
+        with torch.no_grad():
+            self.get_train_model_output(batch)
+        self.optimizer.step()
+        unused = [name for name, weight in self.weights.parameters.items() if weight.grad is None]
+        self.optimizer.zero_grad()
+        return {"loss": loss.item(), "unused": len(unused), "furthest": self.ranks.largest(float(len(unused)))}
+
+
 class ClipsTwice(Loop):
     def run_training(self) -> Any:
         self.get_train_model_output(next(self.data_iter)).backward()
@@ -195,6 +214,18 @@ def test_such_a_loop_clips_by_the_norm_of_all_ranks() -> None:
             assert min(step["train/norm"] for step in found) > CLIP
             assert [step["train/after"] for step in found] == pytest.approx([CLIP] * 3, rel=1e-5)
             assert [step["train/unused"] for step in found] == [3 - ranks] * 3  # each rank's rows choose another shift
+
+
+def looked(backends: Sequence[str]) -> list[list[dict[str, float]]]:
+    return [steps("ClipsThenLooks", 3, backend=backend)[:3] for backend in backends]
+
+
+def test_a_forward_between_the_norm_and_the_update_takes_no_gradient_away() -> None:
+    for layouts in run_ranks(looked, 2, ["fsdp", "fsdp1", "ddp"]):
+        for found in layouts:
+            assert [step["train/loss"] for step in found] == pytest.approx(plain_loop(2, 3, CLIP), rel=1e-12)
+            assert [step["train/unused"] for step in found] == [3] * 3
+            assert [step["train/furthest"] for step in found] == [3] * 3
 
 
 @pytest.mark.parametrize(
