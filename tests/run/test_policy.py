@@ -36,6 +36,8 @@ SEEN: Observation = {
     "instruction": "Follow the light",
     "state": np.array(STATE, np.float32),
 }
+BEHIND: Observation = {**SEEN, "images": {"behind": frame(0.3)}}
+"""From a camera that no training row has."""
 FRESH = (
     "import json, sys, shardtune\n"
     "policy = shardtune.load_policy(sys.argv[1], trust=sys.argv[3:])\n"
@@ -208,7 +210,14 @@ def test_statistics_of_other_data_are_said_and_those_before_kept(
     assert f"the training data have other {what} than up to step 2" in said
     assert (run.dir / f"{name}_until_step_2.json").read_text() == before != (run.dir / f"{name}.json").read_text()
     shutil.rmtree(data)
-    assert np.array_equal(run.policy("2").predict_action_chunk(SEEN), chunk), "by the statistics of its own steps"
+    policy = run.policy("2")
+    assert np.array_equal(policy.predict_action_chunk(SEEN), chunk), "by the statistics of its own steps"
+    newest = run.dir / f"{name}.json"
+    with run.worker("2", f"actor.model.action_statistics={newest}") as worker:
+        assert worker.recipe.actor.model.action_statistics == str(newest), "an override decides"
+    if kind == "tokens":
+        with pytest.raises(ConfigError, match="shows behind, the model was trained with wrist"):
+            policy.predict_action_chunk(BEHIND)
 
 
 def command(*words: str) -> str:
@@ -290,7 +299,10 @@ def test_a_low_rank_adapter_acts_without_its_data(folder: Path, tmp_path: Path) 
     (folder / "light").rename(folder / "elsewhere")
     try:
         for directory in (copy, merged):
-            assert np.array_equal(shardtune.load_policy(directory).predict_action_chunk(SEEN), chunk)
+            policy = shardtune.load_policy(directory)
+            assert np.array_equal(policy.predict_action_chunk(SEEN), chunk)
+            with pytest.raises(ConfigError, match="shows behind, the model was trained with wrist"):
+                policy.predict_action_chunk(BEHIND)
     finally:
         (folder / "elsewhere").rename(folder / "light")
 
