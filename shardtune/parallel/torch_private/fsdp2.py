@@ -348,7 +348,7 @@ def _end_backward(group: Any, filling: Filling, second: SecondDerivatives, fills
     made = [each for each in group.fsdp_params if "_unsharded_param" in vars(each)] if group.reduce_grads else ()
     if any(each.unsharded_accumulated_grad is not None for each in made):
         for each in made:  # FSDP2 sums gradients of one dtype, and a parameter's first may come in the last micro-batch
-            if each.unsharded_accumulated_grad is None:
+            if each.unsharded_accumulated_grad is None and vars(each)["_unsharded_param"].grad is not None:
                 each.to_accumulated_grad_if_needed()
     type(group).post_backward(group)
 
