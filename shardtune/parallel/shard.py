@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -22,6 +22,13 @@ from shardtune.parallel.shard_units import REVERSIBLE
 from shardtune.parallel.torch_private.tensors import read_whole_numbers
 from shardtune.parallel.unfit_parameters import check_joined, check_python
 from shardtune.parallel.weights import Weights
+
+
+class _How(TypedDict):
+    """Arguments of weights of either kind."""
+
+    reduce_each: bool
+    excluded_from_checkpoint: Collection[str]
 
 
 class Hold(Protocol):
@@ -104,23 +111,10 @@ def shard_model(
         partial: Collection[str] = (),
         masters: bool = True,
     ) -> Weights:
+        how: _How = {"reduce_each": reduce_each, "excluded_from_checkpoint": excluded_from_checkpoint}
         if flat is not None:
-            return FlatWeights(
-                flat,
-                model,
-                reduce_each=reduce_each,
-                excluded_from_checkpoint=excluded_from_checkpoint,
-                masters=masters,
-            )
-        return Weights(
-            root,
-            model,
-            precision if masters else IN_FULL[precision],
-            ranks,
-            reduce_each=reduce_each,
-            excluded_from_checkpoint=excluded_from_checkpoint,
-            partial=partial,
-        )
+            return FlatWeights(flat, model, masters=masters, **how)
+        return Weights(root, model, precision if masters else IN_FULL[precision], ranks, partial=partial, **how)
 
     return hold
 

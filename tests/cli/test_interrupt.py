@@ -40,14 +40,17 @@ def interrupted(command: list[str], began: Path, cwd: Path) -> tuple[int, str]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
     finally:
         signal.signal(signal.SIGINT, before)
-    until = time.monotonic() + 30
-    while not began.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    told, _ = process.communicate(timeout=30)
-    return process.returncode, told
+    try:
+        until = time.monotonic() + 30
+        while not began.exists():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        told, _ = process.communicate(timeout=30)
+        return process.returncode, told
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("command", [["eval", "run"], ["plan", "r.yaml"], ["data", "preview", "r.yaml"]])

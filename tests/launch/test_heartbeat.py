@@ -6,9 +6,11 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -45,9 +47,33 @@ def serve(port: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
 
 
+def begun(store: dist.TCPStore, host: int) -> None:
+    """Wait for the first heartbeat of a host, which may have been."""
+    until = time.monotonic() + 30
+    while not store.add(f"shardtune/peers/{host}", 0):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _end_watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """End what a failed test leaves: its thread would stop this process by the next test's signal."""
+    made: list[PeerWatch] = []
+    begin = PeerWatch.__init__
+
+    def init(self: PeerWatch, *args: Any, **settings: Any) -> None:
+        made.append(self)
+        begin(self, *args, **settings)
+
+    monkeypatch.setattr(PeerWatch, "__init__", init)
+    yield
+    for watch in made:
+        watch.end()
+
+
 def beaten(store: dist.TCPStore, host: int) -> None:
     """Wait for a heartbeat of a host."""
-    before, until = store.add(f"shardtune/peers/{host}", 0), time.monotonic() + 5
+    before, until = store.add(f"shardtune/peers/{host}", 0), time.monotonic() + 20
     while store.add(f"shardtune/peers/{host}", 0) == before:
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -101,7 +127,7 @@ def test_a_stop_of_one_host_alone_stops_the_others_of_the_same_run(
         with stop.deferred():
             with pytest.raises(Interrupted, match="its message"), other.announcing():
                 raise Interrupted("its message")
-            until = time.monotonic() + 5
+            until = time.monotonic() + 20
             while not stop.requested and time.monotonic() < until:
                 time.sleep(0.02)
         with pytest.raises(Interrupted, match="own message"):
@@ -132,7 +158,7 @@ def test_a_collective_that_fails_as_another_rank_was_stopped_is_a_stop_too(
     store = serve(port)
     own = PeerWatch.over(HOSTS, 0, 60.0, tmp_path, rank_0_serves=False)
     assert own is not None
-    beaten(store, 0)
+    begun(store, 0)
     with listening() as stop:
         stop.message = "own message"
         if stopped:
