@@ -304,7 +304,7 @@ class AdapterTask(CachedRowsTask):
             return Evaluated(metrics)
         if not self.recipe.eval.generate:
             return Evaluated(metrics)
-        judged = self.generate(name, loader.rows, evaluation).judged
+        judged = self.answers.generate(name, loader.rows, evaluation).judged
         return Evaluated(metrics | judged.metrics(), samples=judged.samples)
 
     def _summed(

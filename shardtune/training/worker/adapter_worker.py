@@ -232,13 +232,13 @@ class SFTWorker(FSDPSftWorker):
 
     @final
     def chat_encoder(self) -> ChatEncoder:
-        """The encoder of conversations as prompts; see `CachedRowsTask.chat_encoder`."""
-        return self._rows_task.chat_encoder()
+        """The encoder of conversations as prompts; see `TaskAnswers.encoder`."""
+        return self._rows_task.answers.encoder()
 
     @final
     def generator(self) -> Generator:
-        """A generator of answers with the current weights; see `CachedRowsTask.generator`."""
-        return self._rows_task.generator(self.model, self.ranks)
+        """A generator of answers with the current weights; see `TaskAnswers.generator`."""
+        return self._rows_task.answers.generator(self.model, self.ranks)
 
 
 def _check_called(kind: type[SFTWorker], name: str, callers: Sequence[str]) -> None:

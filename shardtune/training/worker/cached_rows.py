@@ -6,63 +6,47 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from shardtune.batch import Batch, Metric, Prompt, Sample
-from shardtune.batch.seeds import derive_seed
-from shardtune.checkpoint.hf_load import check_weights
+from shardtune.batch import Batch, Metric
 from shardtune.config import Recipe
-from shardtune.config.rank_layout import Layout
-from shardtune.config.schema import long_key
 from shardtune.data.cache.ahead import FileStepLoader
 from shardtune.data.cache.by_file import RowsByFile, TrainingRows, mixed_files
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import frames_of
-from shardtune.data.images.augmentation import KEY as AUGMENTATION
-from shardtune.data.images.augmentation import Augmentation
 from shardtune.data.images.image_changes import image_changes
 from shardtune.data.loader.file_order import FileOrder
 from shardtune.data.loader.order import DataOrder, OrderSource, require_rows_of_each
 from shardtune.data.loader.protocol import DataState, MicroBatch, Step, supervised
 from shardtune.data.loader.step_loader import BatchMaker, Changes, StepLoader
 from shardtune.data.prepare import PreparedData, WeighedRows
-from shardtune.errors import ConfigError, ModelError
-from shardtune.evaluate.answers import Answers, answered_rows, make_matcher
-from shardtune.evaluate.generate import Generator, Sampling
+from shardtune.errors import ConfigError
 from shardtune.evaluate.loss import check_monitors, evaluation_blocks
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, WeightSource
-from shardtune.models.adapter_contract import check_value_head
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.language_model import LanguageModel, LanguageRoot
-from shardtune.models.pretrained import has_tokenizer, model_directory
+from shardtune.models.pretrained import has_tokenizer
 from shardtune.models.value_loss import described as trained_on
-from shardtune.optim.build import build_optimizer
 from shardtune.parallel.model_parallel import ModelParallel
-from shardtune.parallel.ranks import Ranks, num_ranks
-from shardtune.parallel.unfit_parameters import check_joined, check_python, check_saved, check_trained
+from shardtune.parallel.ranks import Ranks
 from shardtune.training.bad_rows import BadPart
-from shardtune.training.build.lora import adapt, check_frozen, check_stored
-from shardtune.training.build.model import build_empty, check_read_values, freeze, may_lack
 from shardtune.training.ranks_in_turn import MakersInTurn, in_turn, ranks_of
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import Accumulate, accumulate
 from shardtune.training.worker.data_position import horizon
+from shardtune.training.worker.model_check import check_model, weights_of
 from shardtune.training.worker.model_export import TextParts
-from shardtune.training.worker.model_state import outer_parameters
+from shardtune.training.worker.row_changes import row_changes
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
+from shardtune.training.worker.task_answers import TaskAnswers
 from shardtune.training.worker.task_harness import TaskHarness
 from shardtune.training.worker.user_evaluation import metrics_of
 
-GENERATION_ROWS = 64
 NAMED_ROWS = 8
 """How many rows of a skipped step are named one by one."""
 
@@ -84,21 +68,6 @@ class EvaluationSet:
         return chain.from_iterable(self.blocks())
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """The answers to the prompts of an evaluation set.
-
-    Attributes:
-        prompts: int32 [length] each.
-        answers: the tokens that the model wrote, including the stop token if it was reached.
-        judged: compared with the expected answers.
-    """
-
-    prompts: Sequence[np.ndarray]
-    answers: Sequence[Sequence[int]]
-    judged: Answers
-
-
 class CachedRowsTask(Task):
     """A task over an adapter's model and the encoded rows of a recipe.
 
@@ -114,10 +83,9 @@ class CachedRowsTask(Task):
         self.adapter = adapter
         self.prepared = prepared
         self.methods = methods
-        self._matcher = make_matcher(recipe.eval)
         self.stands_for = 1  # data-parallel ranks in whose place this one computes, one after the other
+        self.answers = TaskAnswers(recipe, adapter, prepared)
         self._harness = TaskHarness.of(recipe, adapter)
-        self._explained: set[str] = set()  # evaluation sets whose unmatched answers have been reported
 
     @property
     def text(self) -> TextParts:
@@ -135,7 +103,7 @@ class CachedRowsTask(Task):
         """The root over a model without memory, and notes."""
 
     def initial_weights(self) -> WeightSource:
-        return None if self.recipe.actor.model.from_scratch else self.adapter.initial_weights()
+        return weights_of(self.adapter, self.recipe)
 
     def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Collection[str]:
         return self.adapter.new_weights(model, missing)
@@ -196,7 +164,7 @@ class CachedRowsTask(Task):
         """The training rows in steps."""
         rows, actor = self.training_rows(), self.recipe.actor
         weighed = self.weighed(rows)
-        changes = self.changes()
+        changes = row_changes(self.recipe, self.adapter, self.rows)
         makers = [self.maker(weighed, actor.micro_batch_size, one, changes) for one in ranks_of(ranks, self.stands_for)]
         maker = makers[0] if len(makers) == 1 else MakersInTurn(makers)
         token_term = (self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None) or TOKENS
@@ -235,33 +203,6 @@ class CachedRowsTask(Task):
             left_out=rows.left_out,
         )
         return StepLoader(weighed, order, maker, token_term=token_term, num_processes=processes)
-
-    def changes(self) -> Changes | None:
-        """The random changes of training rows (`data.augmentation`); None where there are none.
-
-        Raises:
-            ConfigError: the rows have no images.
-        """
-        augmentation, seed = Augmentation.of(self.recipe.data.augmentation), self.recipe.runner.seed
-        if augmentation is None:
-            return None
-        if not self.adapter.augments and AUGMENTATION not in map(long_key, self.adapter.reads):
-            raise ConfigError(
-                f"{AUGMENTATION}: the rows of {type(self.adapter).__name__} have no images",
-                where=self.recipe.where(AUGMENTATION) or AUGMENTATION,
-                remedy="leave it out, or name cameras (data.columns)",
-            )
-
-        rows = self.rows
-        if isinstance(rows, RowsByFile):
-            rows.data_files.count_all()  # before processes begin that make micro-batches
-
-        def changed(sample: Sample, state: DataState, row: int) -> Sample:
-            key = derive_seed(seed, AUGMENTATION, state.epoch, state.rows_consumed)
-            number = rows.data_files.running_numbers([row])[0] if isinstance(rows, RowsByFile) else row
-            return self.adapter.augmented(sample, augmentation.row(key, number))
-
-        return changed
 
     @property
     def accumulate(self) -> Accumulate:
@@ -346,58 +287,6 @@ class CachedRowsTask(Task):
     def can_predict(self) -> bool:
         return self.adapter.predicts_rows
 
-    def chat_encoder(self) -> ChatEncoder:
-        """The encoder of conversations as prompts.
-
-        Raises:
-            ModelError: the model cannot generate.
-        """
-        encoder = self.prepared.encoder
-        if not isinstance(encoder, ChatEncoder) or not isinstance(self.adapter, LanguageModel):
-            raise ModelError(
-                f"{type(self.adapter).__name__} describes no language model, so it gives no answers",
-                where="actor.model.adapter",
-                remedy="use shardtune predict RUN"
-                if self.can_predict
-                else "use shardtune eval; answers need an adapter that derives from shardtune's LanguageModel",
-            )
-        return encoder
-
-    def generator(self, model: nn.Module, ranks: Ranks) -> Generator:
-        """A generator of answers with the current weights.
-
-        Raises:
-            ModelError: the model cannot generate.
-        """
-        encoder = self.chat_encoder()
-        if not isinstance(model, LanguageRoot):
-            raise ModelError(
-                f"model_provider_func returned a {type(model).__name__}, which generates no answers",
-                where="model_provider_func",
-                remedy="return what super().model_provider_func() returns, changed in place",
-            )
-        stops, opening = encoder.stop_token_ids, encoder.answer_opening
-        return Generator(model, encoder.tokenizer, stops, ranks, GENERATION_ROWS, opening)
-
-    def generate(self, name: str, rows: TokenDataset, evaluation: Evaluation) -> Generated:
-        """Generate answers for the rows of a set and compare them with the references."""
-        config = self.recipe.eval
-        indices = answered_rows(rows, name, config.num_samples)
-        samples = [rows.row(index) for index in indices]
-        prompts = [Prompt(one.prompt_ids, one.fields) for one in samples if one.prompt_ids is not None]
-        sampling = Sampling(config.max_new_tokens, config.temperature, seed=self.recipe.runner.seed)
-        generator = self.generator(evaluation.model, evaluation.ranks)
-        written = generator.continuations(prompts, sampling, poll=evaluation.poll)
-        texts = [generator.text(tokens) for tokens in written]
-        answers = Answers.judge(rows, indices, texts, self._matcher, self.chat_encoder().tokenizer)
-        warning = "" if evaluation.before_training else answers.warning(config.answer_pattern)
-        if warning and evaluation.ranks.is_main and name not in self._explained:
-            self._explained.add(name)  # further evaluations of a run have the number alone
-            evaluation.report(warning)
-        if evaluation.samples_dir is not None and evaluation.ranks.is_main:
-            answers.keep(evaluation.samples_dir, evaluation.step, name)
-        return Generated([prompt.tokens for prompt in prompts], written, answers)
-
     # Tasks of lm-evaluation-harness.
 
     @property
@@ -429,45 +318,16 @@ class CachedRowsTask(Task):
 
         For the launcher, so that errors appear before any rank is started.
         """
-        recipe, config = self.recipe, self.recipe.actor.model
-        layout = Layout.of(recipe.actor, num_ranks(recipe.runner))
-        self.adapter.check_layout(layout)
-        model, _ = build_empty(self.adapter.build, recipe.runner.seed)
-        check_read_values(
-            model, self.initial_weights(), by_class=self.builds_by_class, from_scratch=config.from_scratch
-        )
-        check_value_head(self.adapter, model)
-        self.adapter.check_parallel(model, layout)
-        changes, rows = self.changes(), self.rows
+        check_model(self.adapter, self.recipe, self.text.tokenizer)
+        rows = self.rows
+        changes = row_changes(self.recipe, self.adapter, rows)
         if changes is not None and rows is not None:
             changes(rows.row(rows.first_trained), DataState(), rows.first_trained)
         if isinstance(rows, RowsByFile):  # the ranks find the files counted that they need for it
-            horizon(recipe.runner, self.training_loader(Ranks(0, 1, torch.device("cpu"))))
-        new = partial(self.new_weights, model)
-        adapt(model, recipe, self.text.tokenizer, self.initial_weights, self.new_parts, new)
-        freeze(model, config.freeze)
-        check_frozen(model, config)
-        check_saved(model)
-        check_trained(model, config.precision, on_ranks=layout.num_ranks > 1)
-        if layout.num_ranks > 1:
-            check_python(model)
-        if layout.flat and layout.num_ranks > 1:
-            check_joined(dict(model.named_parameters()))
-        self.adapter.shard_units(model)
-        source = self.initial_weights()
-        if isinstance(model, PreTrainedModel) and isinstance(source, (str, Path)):
-            directory, parts = model_directory(str(source)), may_lack(self.new_parts)
-
-            def known(missing: Sequence[str]) -> Collection[str]:
-                return {*new(missing), *(parts(directory, missing) if parts is not None else ())}
-
-            check_weights(model, directory, grow=bool(recipe.actor.added_tokens), may_lack=known)
-        check_stored(model, config)
-        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        build_optimizer(trainable, recipe.actor.optim, outer=outer_parameters(model))
+            horizon(self.recipe.runner, self.training_loader(Ranks(0, 1, torch.device("cpu"))))
         if self._harness is not None:
             self._harness.check_names()
-        check_monitors(recipe.runner, self.metric_names())
+        check_monitors(self.recipe.runner, self.metric_names())
 
     @property
     def fills(self) -> bool:

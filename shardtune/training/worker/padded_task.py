@@ -27,8 +27,9 @@ from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.train_output import MetricValue, metric_of
-from shardtune.training.worker.cached_rows import CachedRowsTask, EvaluationSet, Generated, token_counts
+from shardtune.training.worker.cached_rows import CachedRowsTask, EvaluationSet, token_counts
 from shardtune.training.worker.task import DataPaths, Evaluated, Evaluation, UserMethods
+from shardtune.training.worker.task_answers import Generated
 from shardtune.training.worker.user_errors import explaining
 from shardtune.training.worker.user_task import UserSets
 
@@ -160,7 +161,7 @@ class PaddedTask(CachedRowsTask):
         evaluated = self._evaluated(name, sums, "eval")
         if not self.recipe.eval.generate:
             return evaluated
-        generated = self.generate(name, loader.rows, evaluation)
+        generated = self.answers.generate(name, loader.rows, evaluation)
         answered = self._evaluated(name, self._measure_answers(generated, evaluation), "sample")
         judged = generated.judged
         metrics = {**evaluated.metrics, **judged.metrics()}

@@ -16,7 +16,7 @@ import shardtune
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError, Interrupted, ModelError
 from shardtune.run.choose_worker import make_worker
-from shardtune.training.worker.cached_rows import Generated
+from shardtune.training.worker.task_answers import Generated
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import quiet, recipe, save_model, save_rows, whole
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, signal_after
@@ -217,14 +217,14 @@ def test_samples_are_the_models_own_answers(made: tuple[Path, Path]):
     worker = trainer(made, eval__num_samples=3, actor__eval_micro_batch_size=2)
     found = worker.run_eval()
     told: list[Any] = []
-    generate = worker._padded_task.generate
+    generate = worker._padded_task.answers.generate
 
     def keep(*arguments: Any) -> Generated:
         generated = generate(*arguments)
         told.extend(zip(generated.prompts, generated.answers, strict=True))
         return generated
 
-    worker._padded_task.generate = keep
+    worker._padded_task.answers.generate = keep
     worker.run_eval()
     model = AutoModelForCausalLM.from_pretrained(made[0], dtype=torch.float64)
     total = tokens = 0.0
