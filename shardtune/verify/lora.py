@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardtune.config import LoraConfig
-from shardtune.errors import ShardtuneError
+from shardtune.errors import ShardtuneError, counted
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.exported_recipe import over_directory
 from shardtune.training.worker.run_context import RunContext
@@ -56,7 +56,7 @@ def check_lora(kit: Kit) -> str:
     _same(here, _reopened(worker, folder / "adapter"), "loaded from the adapter that was written", exactly=False)
     _same(here, _merged(kit, folder / "merged"), "merged into its base", exactly=False)
     number = sum(parameter.numel() for parameter in worker.weights.trainable().values())
-    return f"{number:,} parameters: the same losses from a checkpoint, from PEFT's directory, and merged"
+    return f"{counted(number, 'parameter')}: the same losses from a checkpoint, from PEFT's directory, and merged"
 
 
 def _settings(own: Mapping[str, object]) -> dict[str, object]:

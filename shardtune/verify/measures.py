@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from shardtune.batch import Metric
+from shardtune.errors import counted
 from shardtune.evaluate.loss import as_metrics
 from shardtune.models.adapter import Adapter
 from shardtune.models.language_model import LanguageModel
@@ -67,7 +68,7 @@ def _check_predicted_rows(trial: Trial) -> str:
                 where=where,
                 remedy="return values in the order of the rows, of each row alone, without its padding",
             )
-    return f"predictions of {len(rows)} rows, one by one and together"
+    return f"predictions of {counted(len(rows), 'row')}, one by one and together"
 
 
 def _numbers(value: object) -> list[object]:

@@ -18,7 +18,7 @@ from shardtune.data.row_files import kind_of, read_rows
 from shardtune.data.row_formats import in_format
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.data.sources.source import Source, prepare_row
-from shardtune.errors import ConfigError, DataError
+from shardtune.errors import ConfigError, DataError, counted
 from shardtune.models.adapter import Adapter
 
 WANTED, FEWEST = 12, 2
@@ -57,7 +57,7 @@ def rows_for(adapter: Adapter, recipe: Recipe) -> list[Row]:
         )
     if len(usable) < FEWEST:
         raise DataError(
-            f"{len(usable)} of the first {seen} rows can be used{': ' + reason if reason else ''}",
+            f"{len(usable)} of the first {counted(seen, 'row')} can be used{': ' + reason if reason else ''}",
             where=label,
             remedy=f"give {FEWEST} usable rows at least, better {WANTED}",
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtune.errors import counted
 from shardtune.verify.result import Failed, Skipped
 
 Place = tuple[int, int]
@@ -230,7 +231,7 @@ def first_difference(one: Evidence, other: Evidence, *, close: float = 0.0) -> D
             return found
     if len(one.steps) != len(other.steps):
         number = min(len(one.steps), len(other.steps)) + 1
-        return Difference(number, "length", f"{len(one.steps)} steps and {len(other.steps)}")
+        return Difference(number, "length", f"{counted(len(one.steps), 'step')} and {len(other.steps)}")
     return None
 
 

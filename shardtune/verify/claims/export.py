@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardtune.errors import counted
 from shardtune.launch.module_process import module_command
 from shardtune.verify.claims import plain_reader
 from shardtune.verify.claims.checkpoints import gap_of
@@ -150,7 +151,7 @@ def _same_logits(title: str, own: Part, plain: Part, largest: float) -> dict[str
                 title, f"gives other logits on row {number} than the trained model: they differ by {gap:.2g}", "logits"
             )
     exact = f"within {largest:.1g}" if largest else "the same bits"
-    return {"logits": f"logits on {len(own['logits'])} rows {exact}"}
+    return {"logits": f"logits on {counted(len(own['logits']), 'row')} {exact}"}
 
 
 def _same_answers(title: str, own: Part, plain: Part, *, only_adapter: bool) -> dict[str, str]:
@@ -218,7 +219,7 @@ def _same_inputs(
             if name in its and not gap_of(tensor, its[name]) <= EXACT:
                 what = f"makes other {name} of row {number} than training: {gap_of(tensor, its[name]):.2g} apart"
                 raise _differs(title, what, "processor_config.json")
-    return {"inputs": f"the processor's inputs for {len(own)} rows with images alike"}
+    return {"inputs": f"the processor's inputs for {counted(len(own), 'row')} with images alike"}
 
 
 def _differs(title: str, what: str, where: str) -> Failed:

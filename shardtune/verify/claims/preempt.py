@@ -6,7 +6,7 @@ import random
 import signal
 import time
 
-from shardtune.errors import Interrupted
+from shardtune.errors import Interrupted, counted
 from shardtune.verify.claims.evidence import read_evidence
 from shardtune.verify.claims.resume import repeatable, require_same
 from shardtune.verify.claims.short_runs import Attempt, ShortRun, ShortRuns
@@ -42,7 +42,7 @@ def check_preempt(runs: ShortRuns) -> str:
         done = _steps_done(run)
         if places and done < places[-1]:
             raise Failed(
-                f"after a SIGTERM the run has {done} steps, before it had {places[-1]}",
+                f"after a SIGTERM the run has {counted(done, 'step')}, before it had {places[-1]}",
                 where=whole.summary,
                 remedy="look at what is in its checkpoints folder; shardtune verify checkpoint RUN names damage",
             )
