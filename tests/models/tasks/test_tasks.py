@@ -24,6 +24,8 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     ByT5Tokenizer,
+    CanineConfig,
+    CanineTokenizer,
     GPT2Config,
     GPT2Model,
     HubertConfig,
@@ -267,6 +269,19 @@ def test_models_that_read_no_text_alone_are_refused(folder: Path, tmp_path: Path
     given = recipe(folder, "embedding", rows("embedding", 2), "deaf", model_path=str(tmp_path / "model"))
     with pytest.raises(ConfigError, match=f"a {config.model_type} model, which does not read text alone"):
         task_of(given).build()
+
+
+def test_a_model_of_code_points_has_no_vocabulary_to_compare(folder: Path, tmp_path: Path):
+    """CANINE: its config has no `vocab_size`, and any id has an embedding."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    CanineConfig(**sizes, num_hash_buckets=512, max_position_embeddings=64).save_pretrained(tmp_path)
+    CanineTokenizer().save_pretrained(tmp_path)
+    data = rows("sequence_classifier", 4)
+    values = recipe(folder, "sequence_classifier", data, "canine", model_path=str(tmp_path), from_scratch=True)
+    values["model"]["precision"] = "fp32"
+    task = task_of(values)
+    batch = task.collate([task.encode(data[0])], [0], {})
+    assert task.loss(task.build(), batch).total.isfinite()
 
 
 def test_an_encoder_decoder_embeds_nothing(folder: Path):
