@@ -4,6 +4,6 @@ from shardtune.launch.module_process import leave_out_working_directory
 
 leave_out_working_directory()  # before torch and others are imported
 
-from shardtune.cli.commands import main  # noqa: E402
+from shardtune.cli import main  # noqa: E402
 
 main()

@@ -1,5 +1,11 @@
 """The command line: its commands, and how they end."""
 
-from shardtune.cli.commands import main
 
-__all__ = ["main"]
+def main() -> None:
+    """Run the command line; signals are handled before its modules are imported: that takes tenths of a second."""
+    from shardtune.cli.interrupt import handle_interrupts, stopped_at_once
+
+    handle_interrupts()
+    with stopped_at_once():
+        from shardtune.cli.commands import main as run
+    run()

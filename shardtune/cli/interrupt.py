@@ -1,4 +1,4 @@
-"""Ctrl-C in a command that has nothing to save: one message, also while modules are imported.
+"""Signals to a command that has nothing to save: one message, also while modules are imported.
 
 An exception out of a signal's handler in the middle of an import is raised inside code of others, which may swallow it,
 turn it into an error of its own, or crash, as torch's bindings do.
@@ -11,11 +11,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
-from shardtune.launch.signals import is_supervised
+from shardtune.errors import Interrupted
+from shardtune.launch.signals import NOTHING_TRAINED, is_supervised
 
 IMPORTS = "<frozen importlib._bootstrap>"
 HERE = str(Path(__file__).parent)
@@ -29,6 +31,31 @@ def handle_interrupts() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
+
+
+@contextmanager
+def stopped_at_once() -> Iterator[None]:
+    """Let signals end a training inside, where its command is imported, with the message and the code of a stop.
+
+    Ranks are left out: their launcher has the message. So is a signal that a caller or `nohup` handles.
+    """
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL, signal.SIGINT: _on_interrupt}
+    before = {number: handler for number, handler in usual.items() if signal.getsignal(number) == handler}
+    if sys.argv[1:2] != ["train"] or is_supervised():
+        before = {}
+    for number in before:
+        signal.signal(number, _stop_at_once)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    with suppress(OSError):  # a terminal that is gone
+        print(NOTHING_TRAINED, file=sys.stderr, flush=True)
+    os._exit(Interrupted.exit_code)
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:

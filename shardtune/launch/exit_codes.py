@@ -1,13 +1,18 @@
-"""The exit codes of ranks, noted for a launcher that is not their parent."""
+"""What ranks leave for their launcher in a directory: their exit codes, for one that is not their parent."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 EXIT_DIR = "SHARDTUNE_EXIT_DIR"
 """The directory in which each rank notes its exit code."""
+REPORT_DIR = "SHARDTUNE_REPORT_DIR"
+"""The directory to which a rank writes its error, for the launcher to show."""
+REPORTS = "shardtune-rank"
+"""How the name of such a directory begins."""
 
 
 def note_exit_code(code: int) -> None:
@@ -24,3 +29,10 @@ def note_exit_code(code: int) -> None:
 def read_exit_codes(folder: Path) -> dict[int, int]:
     """By rank."""
     return {int(file.name): int(file.read_text()) for file in folder.iterdir() if file.name.isdigit()}
+
+
+def remove_reports() -> None:
+    """Remove the directory of the reports to a launcher that is gone, which removes it otherwise."""
+    folder = Path(os.environ.get(REPORT_DIR, ""))
+    if folder.name.startswith(REPORTS):
+        shutil.rmtree(folder, ignore_errors=True)

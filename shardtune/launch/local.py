@@ -21,13 +21,11 @@ from pathlib import Path
 
 from shardtune.errors import Interrupted, ParallelError, ShardtuneError, lost_a_peer
 from shardtune.launch.cores import threads_of_rank
-from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
+from shardtune.launch.exit_codes import EXIT_DIR, REPORT_DIR, REPORTS, read_exit_codes
 from shardtune.launch.module_process import module_command, module_environment
 from shardtune.launch.rank_logs import BEGUN, RankLog, log_file
 from shardtune.launch.signals import LAUNCHER_PID, NOT_REPORTED, SIGNALS, StopSignal, listening
 
-REPORT_DIR = "SHARDTUNE_REPORT_DIR"
-"""The directory to which a rank writes its error, for the launcher to show."""
 LAUNCH_ID = "SHARDTUNE_LAUNCH_ID"
 """The id of a launch, the same in all its restarts."""
 RESTARTS = "SHARDTUNE_RESTARTS"
@@ -180,7 +178,7 @@ def run_ranks(
         RankFailed: a rank failed otherwise; the others have been ended.
     """
     port = free_port(master_port)
-    with listening() as stop, tempfile.TemporaryDirectory(prefix="shardtune-ranks-") as folder, stop.deferred():
+    with listening() as stop, tempfile.TemporaryDirectory(prefix=f"{REPORTS}s-") as folder, stop.deferred():
         ranks: list[subprocess.Popen[bytes]] = []
         logs: list[RankLog] = []
         try:

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TextIO
 
 from shardtune.errors import Interrupted
-from shardtune.launch.exit_codes import note_exit_code
+from shardtune.launch.exit_codes import note_exit_code, remove_reports
 
 LAUNCHER_PID = "SHARDTUNE_LAUNCHER_PID"
 """Id of the process that started this rank; it may have ended before this process can read its parent's id."""
@@ -266,6 +266,7 @@ def end_with_parent() -> None:
                 note_exit_code(Interrupted.exit_code)
                 os._exit(Interrupted.exit_code)
         outlive_output()
+        remove_reports()
         if _is_stopping(SIGNAL_SECONDS):
             time.sleep(ORPHAN_SECONDS)
         os._exit(1)

@@ -14,7 +14,7 @@ from shardtune.config.own_code import named_code, refuse_unnamed
 from shardtune.config.user_code import import_plugins
 from shardtune.errors import ConfigError
 from shardtune.launch.local import run_ranks
-from shardtune.launch.signals import end_with_parent, listening
+from shardtune.launch.signals import NOT_REPORTED, end_with_parent, listening
 from shardtune.parallel.ranks import leave_ranks
 from shardtune.run.caller_settings import recipe_settings
 from shardtune.run.choose_worker import make_worker
@@ -160,6 +160,8 @@ def _evaluate_on_ranks(target: str | Path | None, overrides: Sequence[str], chec
 
     # The recipe that is sent has the overrides in it.
     words = [str(Path(target).absolute()), *overrides] if target is not None and is_run else ["RECIPE"]
-    with listening() as stop, connected(runner) as cluster:
-        arguments = ["eval", *words, *rest]
-        run_ranks_on_ray(cluster, arguments, recipe, runner.workers, {}, stop=stop, report=silent, bare=True)
+    with listening() as stop:
+        stop.message = NOT_REPORTED  # nothing is trained here
+        with connected(runner) as cluster:
+            arguments = ["eval", *words, *rest]
+            run_ranks_on_ray(cluster, arguments, recipe, runner.workers, {}, stop=stop, report=silent, bare=True)

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of an import: one message and the exit code, in place of what the imported code makes of it."""
+"""A signal in the middle of an import: one message and the exit code, whatever the imported code makes of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from shardtune.launch.signals import NOTHING_TRAINED
 
 SLOW = """
 import time
@@ -33,8 +35,8 @@ Path({ended!r}).touch()
 """
 
 
-def interrupted(command: list[str], began: Path, cwd: Path) -> tuple[int, str]:
-    """Exit code and output of a command that Ctrl-C has reached while a module is imported."""
+def interrupted(command: list[str], began: Path, cwd: Path, number: int = signal.SIGINT) -> tuple[int, str]:
+    """Exit code and output of a command that a signal has reached while a module is imported."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what runs in background
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
@@ -46,7 +48,7 @@ def interrupted(command: list[str], began: Path, cwd: Path) -> tuple[int, str]:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < until
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         told, _ = process.communicate(timeout=30)
         return process.returncode, told
     finally:
@@ -63,6 +65,24 @@ def test_a_command_that_imports_ends_at_once(command: list[str], tmp_path: Path)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from shardtune.cli.commands import main; main()"
     exit_code, told = interrupted([sys.executable, "-c", code, *command], began, tmp_path)
     assert (exit_code, told) == (1, "error: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "ends"),
+    [
+        ("eval", signal.SIGINT, (1, "error: interrupted\n")),
+        ("eval", signal.SIGTERM, (-signal.SIGTERM, "")),
+        ("train", signal.SIGINT, (75, f"{NOTHING_TRAINED}\n")),
+        ("train", signal.SIGTERM, (75, f"{NOTHING_TRAINED}\n")),
+    ],
+)
+def test_a_command_that_is_imported_itself_ends_at_once(
+    command: str, number: int, ends: tuple[int, str], tmp_path: Path
+) -> None:
+    began = tmp_path / "began"
+    (tmp_path / "typer.py").write_text(SLOW.format(began=str(began)))
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from shardtune.cli import main; main()"
+    assert interrupted([sys.executable, "-c", code, command, "r.yaml"], began, tmp_path, number) == ends
 
 
 def test_in_the_middle_of_a_command_the_interrupt_comes_after_the_import(tmp_path: Path) -> None:

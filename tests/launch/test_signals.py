@@ -20,7 +20,7 @@ import shardtune
 from shardtune.cli.exit import end as end_command
 from shardtune.errors import Interrupted, ShardtuneError
 from shardtune.launch.local import RankFailed, ReportedError
-from shardtune.launch.signals import SIGNALS, StopSignal, listening
+from shardtune.launch.signals import LAUNCHER_PID, SIGNALS, StopSignal, listening
 from tests.support import fork_server
 from tests.support.chosen import slow_except
 from tests.support.tiny_run import Tiny, assert_same_tensors, free_ports, lines, make_tiny, signal_after
@@ -408,3 +408,15 @@ def test_a_deferred_signal_is_only_noted() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested
     assert not StopSignal().requested
+
+
+def test_a_rank_whose_launcher_is_gone_removes_the_directory_of_its_reports(tmp_path: Path) -> None:
+    reports, others = tmp_path / "shardtune-rank-x", tmp_path / "others"
+    for folder in (reports, others):
+        folder.mkdir()
+        (folder / "recipe.yaml").touch()
+        environment = {**os.environ, LAUNCHER_PID: "1", "SHARDTUNE_REPORT_DIR": str(folder)}
+        code = "import time; from shardtune.launch.signals import end_with_parent; end_with_parent(); time.sleep(60)"
+        assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 1
+    assert not reports.exists()
+    assert (others / "recipe.yaml").exists()

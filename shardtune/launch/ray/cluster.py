@@ -33,6 +33,7 @@ POLL_SECONDS = 0.25
 HEAD_SECONDS = 10.0
 """How long to try to connect to the head of a cluster: Ray itself tries for minutes, without a message."""
 ADDRESS = "RAY_ADDRESS"
+TOKENS = "RAY_AUTH_MODE"
 NO_CLUSTER = "ray status shows a running cluster, ray start --head begins one"
 
 
@@ -144,7 +145,9 @@ def connect(
         _begin_own(begin) if address is None else begin()
     except Exception as error:  # Ray raises the class itself where a process of its own does not start in time
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise no_cluster(reason, where, remedy) from error
+        # Ray turns its token on by itself for a head that it starts, but not for an address that is given.
+        token = "" if address is None or TOKENS in os.environ else f"; where the head has a token, set {TOKENS}=token"
+        raise no_cluster(reason, where, remedy + token) from error
     return True
 
 

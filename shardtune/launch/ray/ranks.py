@@ -21,7 +21,8 @@ from shardtune.config.environment import variables
 from shardtune.config.schema import RunnerConfig
 from shardtune.errors import ParallelError
 from shardtune.launch.cores import usable_cores
-from shardtune.launch.local import GRACE_SECONDS, POLL_SECONDS, REPORT_DIR, RankReport, raise_outcome
+from shardtune.launch.exit_codes import REPORT_DIR
+from shardtune.launch.local import GRACE_SECONDS, POLL_SECONDS, RankReport, raise_outcome
 from shardtune.launch.ray import cluster as ray_cluster
 from shardtune.launch.ray.actor import Place, RankHolder, Sign
 from shardtune.launch.ray.cluster import Actor, ActorEnded, Placement

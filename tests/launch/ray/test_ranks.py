@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 import yaml
 
 import shardtune
-from shardtune.errors import ParallelError, ShardtuneError
+from shardtune.errors import Interrupted, ParallelError, ShardtuneError
 from shardtune.launch.local import RankFailed
 from shardtune.launch.ray import cluster as ray_cluster
+from shardtune.launch.signals import NOT_REPORTED
 from tests.support.tiny_run import Tiny, lines, make_tiny
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -244,6 +246,18 @@ def test_evaluation_runs_on_ray_too(tiny: Tiny, cluster: None, capfd: pytest.Cap
     assert there["eval/loss"] == pytest.approx(here["eval/loss"], rel=1e-5)
 
 
+def test_an_evaluation_that_is_stopped_has_trained_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardtune.launch.ray import ranks
+    from shardtune.run.evaluation import evaluate
+
+    monkeypatch.setattr(ranks, "connected", lambda runner: nullcontext())
+    monkeypatch.setattr(ranks, "run_ranks_on_ray", lambda *given, **known: os.kill(os.getpid(), signal.SIGTERM))
+    file = tiny.folder / "stopped.yaml"
+    file.write_text(yaml.safe_dump(recipe(tiny, "stopped", data__eval_data_paths=str(tiny.folder / "eval.jsonl"))))
+    with pytest.raises(Interrupted, match=NOT_REPORTED):
+        evaluate(file)
+
+
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_cluster_of_this_machine_has_a_second_chance_to_start_in_time(
     monkeypatch: pytest.MonkeyPatch, failures: int
@@ -296,6 +310,24 @@ def test_a_cluster_that_is_not_there(tiny: Tiny, address: str) -> None:
     with pytest.raises(ParallelError, match=rf"the Ray cluster cannot be used(?s:.*)runner.ray.address = {address}"):
         shardtune.train(recipe(tiny, "nowhere", runner__ray={"address": address}))
     assert time.monotonic() - began < 10
+
+
+def test_where_a_cluster_answers_but_takes_nobody_the_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def refuse(**known: object) -> NoReturn:
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    ray.shutdown()
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        with pytest.raises(ParallelError, match="where the head has a token, set RAY_AUTH_MODE=token"):
+            shardtune.init("ray", address=address)
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        with pytest.raises(ParallelError, match=r"begins one$"):
+            shardtune.init("ray", address=address)
 
 
 @pytest.mark.parametrize("source", ["RAY_ADDRESS=", "the cluster of the last ray start, "])
