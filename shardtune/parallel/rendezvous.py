@@ -29,7 +29,9 @@ def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta
     """
     if address in LOOPBACK:
         _keep_gloo_on_loopback()
-    if rank or served_by_agent():
+    if served_by_agent():
+        return _of_this_start(_connect(address, port, rank, world_size, timeout))
+    if rank:
         return _connect(address, port, rank, world_size, timeout)
     if (address, port) not in _served:  # several groups of this process use it, one after another
         store = _serve(port, world_size, timeout) if address in LOOPBACK else None
@@ -42,6 +44,15 @@ def _connect(address: str, port: int, rank: int, world_size: int, timeout: timed
     host = f"[{address}]" if ":" in address else address
     store, _, _ = next(iter(dist.rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout)))
     return store
+
+
+def _of_this_start(store: dist.Store) -> dist.Store:
+    """The agent's store, with keys of this start: it is the same one for all starts of the ranks of one host.
+
+    Ranks would take an address that one of the start before has left there for that of one which is still to come.
+    """
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return dist.PrefixStore(f"shardtune/start/{start}", store) if start else store
 
 
 def _serve(port: int, world_size: int, timeout: timedelta) -> dist.Store | None:

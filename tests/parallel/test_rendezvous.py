@@ -66,3 +66,15 @@ def test_rank_0_serves_the_store_after_those_who_met_have_forgotten_it(
     assert watch.get("compared") == b"yes"
     assert meet(address, port, 0, 1, timeout).get("compared") == b"yes"
     assert watch.check(["compared"])
+
+
+def test_ranks_that_torchrun_starts_again_see_nothing_of_the_start_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv(rendezvous.AGENT_STORE, "True")
+    monkeypatch.setenv(GLOO_INTERFACE, "lo")
+    for start in ("0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        first, second = (meet("127.0.0.1", agent.port, rank, 2, timedelta(seconds=30)) for rank in range(2))
+        assert not first.check(["address"])
+        second.set("address", start)
+        assert first.get("address") == start.encode()
