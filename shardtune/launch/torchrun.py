@@ -4,6 +4,7 @@ The options, the agent and the meeting of the hosts are torchrun's own, which tu
 prints a traceback when a signal stops it. Here a run that was stopped and has saved ends with 75, one that is stuck
 with 76, a mistake in the input with 2, and what a rank has printed of its error is all there is. SIGUSR1 and SIGUSR2,
 which end torchrun's agent alone, are passed on to the ranks like SIGTERM, and ranks have ten minutes to save.
+--max-restarts starts ranks again that were lost, but none that were stopped or that found a mistake.
 """
 
 from __future__ import annotations
@@ -102,9 +103,14 @@ def _run(arguments: Namespace, folder: Path) -> tuple[int, str]:
     """Run the agent; the exit code, and a message where no rank has printed one."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousTimeoutError,
+    )
     from torch.distributed.run import run
 
+    _end_where_no_restart_helps()
     watch = _watch_first_host(arguments, folder)
     try:
         run(arguments)
@@ -117,6 +123,8 @@ def _run(arguments: Namespace, folder: Path) -> tuple[int, str]:
         return code, f"error: after {name} not every rank has ended in order" if code == 1 else ""
     except RendezvousTimeoutError:
         return 1, _not_met(f"not all hosts have come to {arguments.rdzv_endpoint} in time")
+    except RendezvousClosedError:
+        return _noted_code(arguments, folder), "error: the ranks of another host have ended, and none is started again"
     except RendezvousConnectionError as error:
         if watch is None:
             return 1, _not_met(str(error))
@@ -128,6 +136,24 @@ def _run(arguments: Namespace, folder: Path) -> tuple[int, str]:
         if watch is not None:
             watch.end()
     return 0, ""
+
+
+def _end_where_no_restart_helps() -> None:
+    """Let the agent end after a stop or a mistake in the input, as if its --max-restarts were used up."""
+    from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    wait = PContext.wait
+
+    def checked(self: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        result = wait(self, timeout, period)
+        codes = [] if result is None else [failure.exitcode for failure in result.failures.values()]
+        # The first has ended by itself; the agent has stopped others because of that.
+        if result is not None and (codes[:1] == [Interrupted.exit_code] or ShardtuneError.exit_code in codes):
+            raise ChildFailedError(self.name, result.failures)
+        return result
+
+    PContext.wait = checked
 
 
 def _watch_first_host(arguments: Namespace, folder: Path) -> FirstHostWatch | None:
