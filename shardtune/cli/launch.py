@@ -15,7 +15,7 @@ import typer
 from shardtune.cli.arguments import RecipeArgument
 from shardtune.cli.train import run_here
 from shardtune.cli.words import split_words
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ShardtuneError
 
 
 def launch(
@@ -156,7 +156,14 @@ def start(request: Request, train: Callable[..., None], report: Callable[[str], 
         )
     from shardtune.config.overrides import with_keys
 
-    overrides = with_keys(request.overrides, _keys(request, by))
+    launcher, ranks = _of_recipe(request)
+    if launcher == "ray" and by == "torchrun":
+        raise ConfigError(
+            f"{request.recipe or 'the command'} has runner.launcher: ray, by which its ranks are started",
+            where="--by torchrun",
+            remedy=f"--by ray, or shardtune launch {words} --print --by torchrun shows the command of torchrun",
+        )
+    overrides = with_keys(request.overrides, _keys(request, launcher if by == "local" else by, ranks))
     report(f"here, by: shardtune train {shlex.join([*filter(None, [request.recipe]), *overrides])}")
     train(request.recipe, *overrides)
 
@@ -178,8 +185,25 @@ def _has_slurm() -> bool:
         return False
 
 
-def _keys(request: Request, by: str) -> list[str]:
-    """The overrides for ranks on this machine."""
+def _of_recipe(request: Request) -> tuple[str, int | None]:
+    """The launcher and the number of ranks of the recipe; those of no recipe where training will refuse it."""
+    from shardtune.config import load_recipe
+
+    try:
+        runner = load_recipe(request.recipe, request.overrides, files_must_exist=False).runner
+    except ShardtuneError:  # or it is right with the keys of the launcher alone
+        return "local", None
+    return runner.launcher, runner.workers
+
+
+def _keys(request: Request, by: str, ranks: int | None) -> list[str]:
+    """The overrides for ranks on this machine.
+
+    Args:
+        request: what to start.
+        by: local, torchrun or ray.
+        ranks: their number in the recipe, if that is known.
+    """
     if request.fewest is not None and request.fewest > 1:
         raise ConfigError(
             f"--min-nodes {request.fewest}: the ranks are started on this machine alone, which is one host",
@@ -189,8 +213,9 @@ def _keys(request: Request, by: str) -> list[str]:
     count = request.per_node
     keys = [f"runner.max_restarts={request.restarts}"] if request.restarts else []
     if by == "ray":
-        keys.append("runner.launcher=ray")
-        return keys if count is None else [*keys, f"runner.num_ranks={count}"]
+        number = count or ranks
+        keys += ["runner.launcher=ray", "runner.nproc_per_node=1"]  # the recipe's number has no effect on Ray
+        return keys if number is None else [*keys, f"runner.num_ranks={number}"]
     return keys if count is None else [*keys, f"runner.nproc_per_node={count}"]
 
 

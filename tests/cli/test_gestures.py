@@ -379,7 +379,16 @@ def test_launch_starts_here_or_by_slurm(work: Path, monkeypatch: pytest.MonkeyPa
     assert trained == [("recipe.yaml", f"{LR}=1", "runner.max_restarts=1", "runner.nproc_per_node=2")]
     assert "shardtune train recipe.yaml actor.optim.lr=1" in ended.err
     run_cli("launch", "recipe.yaml", "--by", "ray", "--nproc-per-node", "2")
-    assert trained[1:] == [("recipe.yaml", "runner.launcher=ray", "runner.num_ranks=2")]
+    by_ray = ("runner.launcher=ray", "runner.nproc_per_node=1")
+    assert trained.pop() == ("recipe.yaml", *by_ray, "runner.num_ranks=2")
+    run_cli("launch", "recipe.yaml", "--by", "ray", "runner.nproc_per_node=3")
+    assert trained.pop() == ("recipe.yaml", *by_ray, "runner.num_ranks=3")
+    of_ray = ("runner.launcher=ray", "runner.num_ranks=4")
+    run_cli("launch", "recipe.yaml", *of_ray)
+    assert trained[1:] == [("recipe.yaml", *by_ray, "runner.num_ranks=4")]
+    ended = run_cli("launch", "recipe.yaml", "--by", "torchrun", *of_ray)
+    assert ended.code == 2
+    assert "has runner.launcher: ray" in ended.err
     bin_ = work / "bin"
     bin_.mkdir()
     (bin_ / "sbatch").write_text("")
