@@ -30,6 +30,11 @@ LAUNCH_ID = "SHARDTUNE_LAUNCH_ID"
 """The id of a launch, the same in all its restarts."""
 RESTARTS = "SHARDTUNE_RESTARTS"
 """The number of restarts of this launch."""
+ABORTED = (
+    "its last lines have the reason; a size that differs in a collective: ranks have called different units of the "
+    "model, or different collectives"
+)
+"""What is said of a rank that C code has ended: in gloo two collectives that are not the same one."""
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
 """How long ranks may take to notice that another one ended before they are killed."""
@@ -329,6 +334,7 @@ def raise_outcome(
 
 
 def _signal(code: int | None) -> str:
-    """The name of the signal of a negative exit code."""
+    """The name of the signal of a negative exit code, and what it may mean."""
     name = signal.Signals(-(code or 0)).name
-    return f"{name} (out of memory?)" if name == "SIGKILL" else name
+    means = {"SIGKILL": " (out of memory?)", "SIGABRT": f" ({ABORTED})"}
+    return name + means.get(name, "")

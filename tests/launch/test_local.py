@@ -44,6 +44,7 @@ def test_a_stop_that_comes_after_the_end_changes_nothing() -> None:
         ([1, 1], [BUG, PEER], False, RankFailed, "rank 1 failed:\nTraceback"),
         ([1, -9], [PEER], False, RankFailed, "rank 1 was ended by SIGKILL (out of memory?)"),
         ([-11, 1], [PEER], False, RankFailed, "rank 0 was ended by SIGSEGV"),
+        ([-6, 1], [PEER], False, RankFailed, "rank 0 was ended by SIGABRT (its last lines have the reason; a size"),
         ([-6, 1], [BUG], False, RankFailed, "rank 1 failed"),  # the abort follows from the error
         ([None, 1], [BUG], False, RankFailed, "rank 1 failed"),  # the other had to be killed
         ([1, 2], [MISTAKE, PEER], False, ReportedError, "the recipe is wrong"),
