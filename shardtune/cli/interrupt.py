@@ -11,10 +11,10 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardtune.errors import Interrupted
 from shardtune.launch.signals import NOTHING_TRAINED, is_supervised
@@ -22,6 +22,8 @@ from shardtune.launch.signals import NOTHING_TRAINED, is_supervised
 IMPORTS = "<frozen importlib._bootstrap>"
 HERE = str(Path(__file__).parent)
 AGAIN_SECONDS = 0.05
+_before: dict[signal.Signals, Any] = {}
+"""The handlers that `stop_at_once` has replaced."""
 
 
 def handle_interrupts() -> None:
@@ -33,23 +35,23 @@ def handle_interrupts() -> None:
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
-@contextmanager
-def stopped_at_once() -> Iterator[None]:
-    """Let signals end a training inside, where its command is imported, with the message and the code of a stop.
+def stop_at_once() -> None:
+    """Until `signals_as_usual`, let signals end a training with the message and the code of a stop.
 
     Ranks are left out: their launcher has the message. So is a signal that a caller or `nohup` handles.
     """
     usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL, signal.SIGINT: _on_interrupt}
-    before = {number: handler for number, handler in usual.items() if signal.getsignal(number) == handler}
-    if sys.argv[1:2] != ["train"] or is_supervised():
-        before = {}
-    for number in before:
+    if sys.argv[1:2] == ["train"] and not is_supervised():
+        _before.update({number: usual[number] for number in usual if signal.getsignal(number) == usual[number]})
+    for number in _before:
         signal.signal(number, _stop_at_once)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+def signals_as_usual() -> None:
+    """Take back what `stop_at_once` has done, in the command itself."""
+    while _before:
+        number, handler = _before.popitem()
+        signal.signal(number, handler)
 
 
 def _stop_at_once(number: int, frame: FrameType | None) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.arguments import RecipeArgument
+from shardtune.cli.interrupt import signals_as_usual
 from shardtune.cli.starting import importing, starting
 from shardtune.cli.words import split_words
 from shardtune.errors import ConfigError
@@ -45,6 +46,7 @@ def train(
     torchrun --nproc-per-node 2 -m shardtune train recipe.yaml
     ```
     """
+    signals_as_usual()
     path, overrides = split_words(recipe)
     if dry_run:
         given = [name for name, value in (("--record", record), ("--stop-after", stop_after)) if value is not None]
