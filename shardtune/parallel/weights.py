@@ -229,6 +229,15 @@ class Weights:
         given = {id(tensor) for tensor in tensors} - {id(parameter) for parameter in self._computed.values()}
         return [name for name, parameter in self._model.named_parameters() if id(parameter) in given]
 
+    def names_of(self, tensors: Sequence[torch.Tensor]) -> list[str]:
+        """The names of the model's parameters among tensors."""
+        given = {id(tensor) for tensor in tensors}
+        return [name for name, parameter in self._computed.items() if id(parameter) in given]
+
+    def held_unsummed(self, names: Collection[str]) -> list[str]:
+        """Those whose gradients are of a rank's own rows until an update or a clipping sums them over ranks."""
+        return [name for name in self._whole if name in names] if self.on_ranks else []
+
     @torch.no_grad()
     def adopt(self, added: Mapping[str, nn.Parameter]) -> None:
         """Take over parameters and buffers that were made on each rank, after the model was sharded; all ranks call it.

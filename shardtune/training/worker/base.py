@@ -405,18 +405,19 @@ class FSDPSftWorker(ABC):
             step: optimizer steps done.
             background: return once the tensors are copied; the caller waits for what is returned.
         """
-        own = {**self.state.checkpoint_state(self.report, self._keeps()), **self.position.checkpoint_state()}
+        own = {**self.state.checkpoint_state(self.report, self.keeps_own_state()), **self.position.checkpoint_state()}
         state = {**own, "data_files": self.task.data_files(), "step": step}
         return self.state.save(Path(path), state, background=background)
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Continue from a folder that `save_checkpoint` wrote, on any number of ranks; returns its step."""
-        self.position.restore(self.state.load(Path(path), keeps=self._keeps()))
+        self.position.restore(self.state.load(Path(path), keeps=self.keeps_own_state()))
         if (other := self.state.moments_of(Path(path))) is not None:
             self.report(f"the optimizer begins anew: the checkpoint has the state of {other}")
         return self.state.step
 
-    def _keeps(self) -> str:
+    @final
+    def keeps_own_state(self) -> str:
         """The name of a user's class whose checkpoints may hold more than these methods write; "" if none does."""
         kind = type(self)
         saves = kind.save_checkpoint is not FSDPSftWorker.save_checkpoint

@@ -109,6 +109,7 @@ class ModelState:
         in_step: whether `run_training` is computing one.
         has_stepped: whether there was a first step, and `check_first_step` after it.
         own_updates: of a user's `run_training` while it is called; None otherwise.
+        notes_of_updates: lines that were reported of them.
         loss_scale: of fp16; None for any other precision.
         finite: refuses weights that are not finite.
         utilisation: if the peak of the devices is known.
@@ -138,6 +139,7 @@ class ModelState:
         self.step = 0
         self.in_step = self.has_stepped = False
         self.own_updates: OwnUpdates | None = None
+        self.notes_of_updates: set[str] = set()
         self.loss_scale = LossScale() if recipe.actor.model.precision == "fp16" else None
         self.utilisation: Utilisation | None = None
         self.average: AveragedWeights | None = None

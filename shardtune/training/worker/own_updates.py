@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardtune.config.schema import Recipe
 from shardtune.errors import ConfigError, ModelError
@@ -21,16 +22,20 @@ class OwnUpdates:
     Attributes:
         method: with its class, for messages.
         weights: that are updated.
+        first: whether they are of the first step, whose weights are watched.
         with_gradient: calls that found a gradient.
         without: the others.
         clipped: whether `clip` was called.
+        lost: names of weights that were written before an update, which makes them anew from full precision.
     """
 
     method: str
     weights: Weights
+    first: bool
     with_gradient: int = 0
     without: int = 0
     clipped: bool = False
+    lost: list[str] = field(default_factory=list)
     _summed: bool = field(default=False, init=False)
 
     def clip(self, max_norm: float | None) -> float:
@@ -57,7 +62,9 @@ class OwnUpdates:
     def count(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a call of `step`, before it, and make its gradients those of all ranks."""
         self.weights.settle_gradients()
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        if self.first:
+            self.lost += self.weights.unlike_masters()
+        if _has_gradient(optimizer):
             self.with_gradient += 1
         else:
             self.without += 1
@@ -66,6 +73,40 @@ class OwnUpdates:
         else:
             self._sum()
         self._summed = False
+
+    def notice_other(self, optimizer: torch.optim.Optimizer, kept: bool) -> str:
+        """What a line says of the step of an optimizer that the worker has made itself, before it; "" for nothing.
+
+        Args:
+            optimizer: over other tensors, or over weights of the model too.
+            kept: whether the worker's own methods may keep its state.
+
+        Raises:
+            ModelError: its gradients are of this rank's rows alone.
+        """
+        names = self.weights.names_of(_parameters(optimizer))
+        if not names:
+            return ""
+        self.weights.settle_gradients()
+        what = f"{self.method} steps an optimizer of its own ({type(optimizer).__name__})"
+        if not self._summed and self.weights.held_unsummed(names):
+            raise ModelError(
+                f"{what} before the gradients are summed over ranks",
+                where=self.method,
+                remedy="call self.clip_grad_norm_() before it, or set rates of their own for its parameters in "
+                "optim.groups",
+            )
+        if not _has_gradient(optimizer) and any(parameter.numel() for parameter in _parameters(optimizer)):
+            return (
+                f"{what} while none of its parameters has a gradient, which changes nothing: after "
+                "self.optimizer.step() and super().run_training() there are none"
+            )
+        if kept:
+            return ""
+        return (
+            f"{what}: no checkpoint has its state, so a run that continues begins it anew. Set rates of their own "
+            "for its parameters in optim.groups, or keep its state by save_checkpoint and load_checkpoint"
+        )
 
     def _sum(self) -> None:
         if self.weights.replicates:
@@ -86,9 +127,21 @@ class OwnUpdates:
             report(f"{self.method} updates the weights itself: the loss of fp16 is not scaled")
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for parameter in _parameters(optimizer))
+
+
 @contextmanager
 def watched(
-    updates: OwnUpdates, recipe: Recipe, optimizer: torch.optim.Optimizer, built_in: Callable[[], bool]
+    updates: OwnUpdates,
+    recipe: Recipe,
+    optimizer: torch.optim.Optimizer,
+    built_in: Callable[[], bool],
+    others: Callable[[torch.optim.Optimizer], None],
 ) -> Iterator[None]:
     """Inside, the optimizer's own calls of `step` are counted, completed and checked as `optimizer_step` does.
 
@@ -97,14 +150,18 @@ def watched(
         recipe: whose settings they must be able to use.
         optimizer: over the weights.
         built_in: whether `optimizer_step` is what calls it.
+        others: called before the step of any other optimizer, which the worker has made itself.
     """
     weights, compiled = updates.weights, updates.weights.compiled_buffers
     weights.watch_buffers()
     if weights.on_ranks:
         weights.unit_calls.begin_pass()
     versions = compiled.versions()
+    in_step = False  # an optimizer may step others within
 
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nonlocal in_step
+        in_step = True
         if not built_in():
             _refuse_unused(recipe, updates.method)
             weights.refuse_unfrozen()
@@ -112,7 +169,8 @@ def watched(
             updates.count(optimizer)
 
     def after(*_: object) -> None:
-        nonlocal versions
+        nonlocal versions, in_step
+        in_step = False
         if not built_in():
             weights.copy_masters_to_model()
             weights.end_update()
@@ -121,7 +179,12 @@ def watched(
                 weights.unit_calls.begin_pass()
             versions = compiled.versions()
 
+    def before_any(stepped: torch.optim.Optimizer, *_: object) -> None:
+        if stepped is not optimizer and not in_step:
+            others(stepped)
+
     hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    hooks.append(register_optimizer_step_pre_hook(before_any))
     try:
         with weights.showing_gradients():
             yield

@@ -87,10 +87,17 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
     if first := not state.has_stepped:
         state.begin_first_step()
         forwards = state.watching_first_forwards()
-    updates = OwnUpdates(f"{kind.__name__}.{TRAINING}", state.weights)
+    updates = OwnUpdates(f"{kind.__name__}.{TRAINING}", state.weights, first)
     state.own_updates = updates
+
+    def others(optimizer: torch.optim.Optimizer) -> None:
+        line = updates.notice_other(optimizer, bool(worker.keeps_own_state()))
+        if line and line not in state.notes_of_updates:
+            state.notes_of_updates.add(line)
+            worker.report(line)
+
     try:
-        with watched(updates, worker.recipe, state.optimizer, lambda: state.in_step), forwards:
+        with watched(updates, worker.recipe, state.optimizer, lambda: state.in_step, others), forwards:
             found = worker.run_training()
     finally:
         state.own_updates = None
@@ -101,11 +108,15 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
             updates.report_unused(worker.recipe, worker.report)
     if not state.has_stepped:
         state.check_first_step(worker.report)
-    lost = [name for names in worker.ranks.gather(state.weights.unlike_masters()) for name in names] if first else ()
+    lost = []
+    if first:
+        own = [*updates.lost, *state.weights.unlike_masters()]
+        lost = [name for names in worker.ranks.gather(own) for name in names]
     state.weights.watch_masters(False)
     if lost:
+        when = "beside self.optimizer.step()" if updates.lost else "after the step"
         raise ModelError(
-            f"{kind.__name__}.{TRAINING} changes {named(list(dict.fromkeys(lost)))} after the step, of which the model "
+            f"{kind.__name__}.{TRAINING} changes {named(list(dict.fromkeys(lost)))} {when}, of which the model "
             "has a copy rounded from the weights in full precision: what is written into it is lost",
             where=lost[0],
             remedy="train in fp32 (actor.model.precision), or on several ranks, which hold these weights in fp32",

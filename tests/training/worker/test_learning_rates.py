@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardtune.config import Recipe, load_recipe
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.training.worker.reported import training_method
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole
@@ -112,6 +112,51 @@ def one_step(worker: Any) -> dict[str, float]:
     return {}
 
 
+class TwoOptimizers(own.Plain):
+    """The head and a scalar, which ranks hold whole, have an optimizer of their own."""
+
+    def setup(self, *given: Any, **named: Any) -> None:
+        super().setup(*given, **named)
+        self.others = [
+            parameter for name, parameter in self.model.named_parameters() if "head" in name or "scale" in name
+        ]
+        self.second = torch.optim.SGD(self.others, 0.02)
+
+    def run_training(self) -> dict[str, float]:
+        for _ in range(own.GLOBAL // own.MICRO // self.ranks.world_size):
+            (self.get_train_model_output(next(self.data_iter)) * (own.MICRO / own.GLOBAL)).backward()
+        self.begin_second()
+        self.second.step()
+        for parameter in self.others:
+            parameter.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {}
+
+    def begin_second(self) -> None:
+        self.clip_grad_norm_()
+
+
+class Unclipped(TwoOptimizers):
+    def begin_second(self) -> None:
+        pass
+
+
+class Keeping(TwoOptimizers):
+    def save_checkpoint(self, *given: Any, **named: Any) -> Any:
+        return super().save_checkpoint(*given, **named)
+
+    def load_checkpoint(self, *given: Any) -> int:
+        return super().load_checkpoint(*given)
+
+
+class SecondAfterSuper(TwoOptimizers):
+    def run_training(self) -> dict[str, float]:
+        found = super(TwoOptimizers, self).run_training()
+        self.second.step()
+        return found
+
+
 class Halves(torch.optim.SGD):
     """Changes its rates itself, and keeps them as tensors."""
 
@@ -126,8 +171,9 @@ class Halves(torch.optim.SGD):
         return super().step(closure)
 
 
-def recipe(kind: str, optimizer: str = "SGD") -> Recipe:
+def recipe(kind: str, optimizer: str = "SGD", backend: str = "fsdp", precision: str = "fp64") -> Recipe:
     values = own.recipe("Plain").to_dict()
+    values["actor"]["training_backend"], values["actor"]["model"]["precision"] = backend, precision
     values["actor"]["worker"] = f"{__file__}:{kind}"
     values["actor"]["optim"] = {"name": optimizer, "lr": own.RATE, "clip_grad": None, "lr_scheduler": "linear"}
     values["actor"]["optim"] |= {"weight_decay": 0.0} if optimizer == "SGD" else {}
@@ -201,3 +247,53 @@ def test_a_rate_that_a_step_uses_is_left_alone(tmp_path: Path, kind: str, optimi
     for found in (trained(kind, tmp_path / "one", optimizer), *on_two):
         for name, weight in wanted.items():
             torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-12, msg=name)
+
+
+def with_second(kind: str, backend: str = "fsdp", precision: str = "fp64") -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Two steps; the weights at the end, and the lines that were reported."""
+    lines: list[str] = []
+    worker = globals()[kind](recipe(kind, backend=backend, precision=precision))
+    worker.setup()
+    worker.report, step = lines.append, training_method(worker)
+    for _ in range(2):
+        step()
+    tensors = {name: whole(tensor) for name, tensor in worker.weights.tensors().items()}
+    worker.release()
+    return tensors, lines
+
+
+def refused(kind: str, backend: str) -> str:
+    with pytest.raises(ModelError) as error:
+        with_second(kind, backend)
+    return str(error.value)
+
+
+def test_an_optimizer_of_a_workers_own_steps_what_all_ranks_have_summed() -> None:
+    net, data = own.made_net(), own.rows()
+    others = [*net.head.parameters(), net.scale]
+    for step in range(2):
+        x, y = (torch.stack([row[name] for row in data[step * own.GLOBAL : (step + 1) * own.GLOBAL]]) for name in "xy")
+        net.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        torch.optim.SGD(others, 0.02).step()
+        for parameter in others:
+            parameter.grad = None
+        torch.optim.SGD(net.parameters(), own.RATE * (1 - step / own.STEPS)).step()
+    wanted = dict(net.named_parameters())
+    on_two = [one for backend in ("fsdp", "fsdp1") for one in run_ranks(with_second, 2, "TwoOptimizers", backend)]
+    for found, lines in (with_second("TwoOptimizers"), *on_two):
+        for name, weight in wanted.items():
+            torch.testing.assert_close(found[name], weight.detach(), rtol=0, atol=1e-12, msg=name)
+        (line,) = (line for line in lines if "an optimizer of its own (SGD)" in line)
+        assert "no checkpoint has its state" in line
+    assert not any("of its own" in line for line in with_second("Keeping")[1])
+    for backend in ("fsdp", "fsdp1"):
+        for message in run_ranks(refused, 2, "Unclipped", backend):
+            assert "before the gradients are summed over ranks" in message
+
+
+def test_an_optimizer_of_a_workers_own_that_changes_nothing_is_said_or_refused() -> None:
+    (line,) = (line for line in with_second("SecondAfterSuper")[1] if "of its own" in line)
+    assert "none of its parameters has a gradient" in line
+    with pytest.raises(ModelError, match=r"changes .*head\.weight.* beside self\.optimizer\.step\(\)"):
+        with_second("TwoOptimizers", precision="bf16")
