@@ -48,7 +48,7 @@ from shardtune.models.tasks.columns import (
     value_of,
 )
 from shardtune.models.tasks.encoder import PADDED, require_tokens
-from shardtune.models.tasks.labels import training_rows
+from shardtune.models.tasks.labels import first_row
 from shardtune.models.tasks.metrics import correlations, installed, ranking
 from shardtune.models.tasks.retrieval import ranks_of_right, text_number
 from shardtune.models.tasks.similarity import cosent, info_nce
@@ -186,8 +186,7 @@ class Embedding(WholeStepAdapter, TextTask):
 
     @cached_property
     def _first_row(self) -> Row:
-        """The first training row; empty where there is none."""
-        return next((row for _, rows in training_rows(self.recipe, self.train_data) for row in rows), {})
+        return first_row(self.recipe, self.train_data)
 
     @cached_property
     def scored(self) -> bool:

@@ -41,6 +41,11 @@ def training_rows(recipe: Recipe, train_data: object) -> Iterator[tuple[Source, 
         yield source, _rows(source)
 
 
+def first_row(recipe: Recipe, train_data: object) -> Row:
+    """The first training row; empty where there is none."""
+    return next((row for _, rows in training_rows(recipe, train_data) for row in rows), {})
+
+
 def _sources(recipe: Recipe, train_data: object) -> list[Source]:
     spec = recipe.data.train_data_paths if train_data is None else train_data
     if spec is None:

@@ -35,10 +35,12 @@ from shardtune.models.tasks.columns import (
     value_of,
 )
 from shardtune.models.tasks.encoder import PADDED
+from shardtune.models.tasks.labels import first_row
 from shardtune.models.tasks.metrics import correlations, installed, place_among_equal, ranking
 from shardtune.models.tasks.retrieval import text_number
 from shardtune.models.tasks.task import PARTS, Outputs, Record, TextTask
 
+BINARY = "binary cross-entropy"
 AT = (1, 3, 10)
 """The k of recall@k."""
 
@@ -67,6 +69,18 @@ class Reranker(TextTask):
 
     def configure(self, config: PreTrainedConfig) -> None:
         config.id2label, config.label2id = {0: "LABEL_0"}, {"LABEL_0": 0}
+
+    def notes(self) -> Sequence[str]:
+        """With the loss that the first training row has."""
+        row, loss = first_row(self.recipe, self.train_data), self.options.loss
+        if not row:
+            return super().notes()
+        if has(row, NEGATIVES):
+            how = "cross-entropy over the documents of a row" if loss == "listwise" else f"{BINARY} of each document"
+            return [*super().notes(), f"loss: {loss}, {how}"]
+        unused = f". model.options.loss: {loss} is for rows with negatives, and the first training row has none"
+        given = "loss" in self.options.model_fields_set and loss == "listwise"
+        return [*super().notes(), f"loss: pointwise, {BINARY} of each document with its label{unused if given else ''}"]
 
     def columns(self, row: Row) -> Sequence[str | None]:
         target = column_of(row, NEGATIVES) or column_of(row, SCORE)

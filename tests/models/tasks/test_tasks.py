@@ -497,6 +497,34 @@ def test_equal_scores_find_nothing(folder: Path):
     assert np.isnan(task.set_metrics([{**record, "scores": [np.nan] * 5}])["mrr"])
 
 
+def test_the_loss_of_a_reranker_is_said(folder: Path) -> None:
+    """That of its rows: with a label it is pointwise, also where the recipe names the other one."""
+    labelled = [{"query": "a", "document": "b", "label": 1}, {"query": "a", "document": "c", "label": 0}]
+    compared = [{"query": "a", "positive": "b", "negatives": ["c"]}]
+    for name, data, options, wanted in (
+        ("plain", labelled, {}, "loss: pointwise, binary cross-entropy of each document with its label"),
+        (
+            "other",
+            labelled,
+            {"loss": "listwise"},
+            "listwise is for rows with negatives, and the first training row has",
+        ),
+        (
+            "same",
+            labelled,
+            {"loss": "pointwise"},
+            "loss: pointwise, binary cross-entropy of each document with its label",
+        ),
+        ("list", compared, {}, "loss: listwise, cross-entropy over the documents of a row"),
+        ("each", compared, {"loss": "pointwise"}, "loss: pointwise, binary cross-entropy of each document"),
+    ):
+        (line,) = (
+            line for line in task_of(recipe(folder, "reranker", data, name, options=options)).notes() if "loss" in line
+        )
+        assert wanted in line
+        assert ("is for rows with negatives" in line) == (name == "other")
+
+
 def test_several_labels_for_a_text(folder: Path):
     data = [{"text": "a cat", "labels": ["x", "y"]}, {"text": "a dog", "labels": []}, {"text": "a", "labels": ["z"]}]
     task: Any = task_of(recipe(folder, "sequence_classifier", data, "several", options={"multi_label": True}))
