@@ -27,6 +27,8 @@ from shardtune.models.action.tokens import action_statistics, choose_key, state_
 
 VALUE_SIZES = (512, 128)
 STATISTICS = "actor.model.action_statistics"
+_REQUIRED = {"norm_stats", "action_token_len", "token_top"}
+"""Keys that the settings of a run have, and a `dataset_statistics.json` has not."""
 
 
 def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ActionSettings:
@@ -71,8 +73,10 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
 def _kept_settings(model: ModelConfig) -> ActionSettings | None:
     """The settings that a run has kept, where `actor.model.action_statistics` names them and not statistics alone."""
     path = None if model.action_statistics is None else Path(model.action_statistics)
-    if path is None or "norm_stats" not in (content := _read(path)):
+    if path is None or not (content := _read(path)).keys() >= _REQUIRED:  # a data set may have the name norm_stats
         return None
+    if not isinstance(content["norm_stats"], Mapping):
+        raise _no_statistics(path)
     return ActionSettings.from_json(content, where=f"{STATISTICS}: {path}")
 
 

@@ -285,6 +285,19 @@ def test_statistics_from_a_file(folder: Path, tmp_path: Path) -> None:
     assert adapter.settings.statistics().high.tolist() == [1.0] * 3
 
 
+def test_a_data_set_of_a_files_statistics_may_have_any_name(folder: Path, tmp_path: Path) -> None:
+    """Also that of a key of the settings that a run keeps; what is no statistics is one message."""
+    section = {"q01": [-1.0] * 3, "q99": [1.0] * 3, "mask": [True, True, False]}
+    (tmp_path / "own.json").write_text(json.dumps({"norm_stats": {"action": section}}))
+    adapter = adapter_of(folder, "llava", model__action_statistics=str(tmp_path / "own.json"))
+    assert adapter.settings.unnorm_key == "norm_stats"
+    kept = {"norm_stats": None, "action_token_len": 3, "token_top": 9}
+    for content in ({"norm_stats": None}, {"light": {"action": section}, "norm_stats": None}, kept):
+        (tmp_path / "own.json").write_text(json.dumps(content))
+        with pytest.raises(DataError, match="the file holds no action statistics"):
+            adapter_of(folder, "llava", model__action_statistics=str(tmp_path / "own.json"))
+
+
 def test_statistics_of_the_same_name_stay_and_are_named(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "llava", tmp_path / "llava")
     content = {"light": {"action": {"q01": [-9.0] * 3, "q99": [9.0] * 3, "mask": [True] * 3}}}
