@@ -112,6 +112,7 @@ class ActingAdapter(Adapter):
             found.append(
                 f"{name} is normalised: {modes}" + (f"; dimensions of actions as they are: {kept}" if kept else "")
             )
+            found += [f"{name}: {line}" for line in one.constant()]
             form = one.representation
             found += [] if form is None else [f"{name}: {described(form, len(form.given or ()))}"]
         return found

@@ -158,6 +158,15 @@ class Scale:
         width = width + EPSILON * (width == 0)
         return (x + 1.0) / 2.0 * width + first if inverse else 2.0 * (x - first) / width - 1.0
 
+    @property
+    def constant(self) -> list[int]:
+        """The dimensions that are normalised and have no width, so that 1e-8 takes its place."""
+        if self.mode == IDENTITY:
+            return []
+        first, second = (self.statistics[name] for name in NEEDS[self.mode])
+        width = second if self.mode == MEAN_STD else second - first
+        return np.flatnonzero((width == 0) & (True if self.mask is None else self.mask)).tolist()
+
     def to_json(self) -> dict[str, Any]:
         """`{"mode": …, "mean": […], …, "mask": […]}`."""
         values = {name: numbers.tolist() for name, numbers in self.statistics.items()}
@@ -299,6 +308,20 @@ class Normalizer:
         state = self.scales["state"].mode if "state" in self.scales else None
         found = {VISUAL: self.images.mode, STATE: state, ACTION: self.actions.mode}
         return {kind: mode for kind, mode in found.items() if mode is not None}
+
+    def constant(self) -> list[str]:
+        """What is to be said of dimensions of actions and states that are the same in all frames, a sentence each."""
+        found = []
+        for name in ("actions", "state"):
+            scale = self.scales.get(name)
+            if scale is not None and (numbers := scale.constant):
+                value, many = scale.statistics[NEEDS[scale.mode][0]][numbers[0]], len(numbers) > 1
+                listed = f"dimension{'s' if many else ''} {', '.join(map(str, numbers))} of the {name}"
+                found.append(
+                    f"{listed} {'are' if many else 'is'} constant ({'the first: ' if many else ''}{value:g}): what "
+                    f"differs from that, in other rows or when acting, is divided by {EPSILON:g}"
+                )
+        return found
 
     @property
     def digest(self) -> str:

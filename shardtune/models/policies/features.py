@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -152,12 +152,15 @@ def features_of_rows(recipe: Recipe, train_data: object, frames: FrameOptions) -
     )
 
 
-def unseen(recipe: Recipe, train_data: object, frames: FrameOptions, features: Features) -> list[str]:
+def unseen(
+    recipe: Recipe, train_data: object, frames: FrameOptions, features: Features, cameras: Collection[str]
+) -> list[str]:
     """What a policy does not see of the training rows, by the first row of each data set, a sentence each.
 
     Args:
         recipe, train_data, frames: as for `features_of_rows`.
         features: of the policy.
+        cameras: that it sees where rows have them.
     """
     spec = recipe.data.train_data_paths if train_data is None else train_data
     wanted, found = {camera_of(feature) for feature in features.cameras}, []
@@ -169,6 +172,12 @@ def unseen(recipe: Recipe, train_data: object, frames: FrameOptions, features: F
         parts += ["the state"] if row["state"] is not None and not features.state else []
         if parts:
             found.append(f"of {source.name} the policy does not see {', '.join(parts)}: not in {KEY}.input_features")
+        lacking = [camera for camera in cameras if camera not in row["images"]]
+        if lacking and len(lacking) < len(cameras):
+            found.append(
+                f"{source.name} has no camera {', '.join(lacking)}, as {KEY}.empty_cameras permits: its first row has "
+                f"{', '.join(sorted(row['images']))}"
+            )
     return found
 
 

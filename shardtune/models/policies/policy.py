@@ -120,7 +120,7 @@ class Policy(ActingAdapter):
         (used,) = self.used_normalizers
         others = [name for name in self.normalizers if name != used]
         shared = [f"rows of {', '.join(others)} are normalised by the statistics of {used}, as model.unnorm_key says"]
-        seen = unseen(self.recipe, self.train_data, frames, self.features)
+        seen = unseen(self.recipe, self.train_data, frames, self.features, self.cameras)
         return [*super().notes(), *(shared if others else ()), *seen]
 
     @property

@@ -76,6 +76,20 @@ def test_a_dimension_that_the_mask_excludes_stays_as_it_is() -> None:
     assert np.array_equal(again.actions.normalise(VALUES), normalizer.actions.normalise(VALUES))
 
 
+@pytest.mark.parametrize("mode", ["MEAN_STD", "MIN_MAX", "QUANTILES"])
+def test_constant_dimensions_are_named(mode: str) -> None:
+    section = {"mean": [0.5, 1.0, 2.0], "std": [0.0, 1.0, 0.0], "min": [0.5, 0.0, 2.0], "max": [0.5, 2.0, 2.0]}
+    section |= {"q01": section["min"], "q99": section["max"]}
+    made = Normalizer.of(
+        {"action": section, "proprio": section}, {"ACTION": mode, "STATE": mode}, state_mask=[False] * 3
+    )
+    (line,) = made.constant()
+    assert line.startswith("dimensions 0, 2 of the actions are constant (the first: 0.5): what differs from that")
+    assert line.endswith("divided by 1e-08")
+    assert abs(made.actions.normalise(np.array([0.6, 1.0, 2.0]))[0]) > 1e6
+    assert Normalizer.of({"action": section}, {}).constant() == []
+
+
 def test_images_are_normalised_by_channel() -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (2, 3, 4, 5)).astype(np.uint8)
     own = {"mean": [0.1, 0.2, 0.3], "std": [[[0.5]], [[0.5]], [[0.25]]]}

@@ -256,6 +256,19 @@ def test_what_cannot_be_built_is_refused(folder: Path, kind: str, options: dict[
         policy_of(recipe(folder, kind, options=options)).build()
 
 
+def test_a_camera_that_rows_lack_is_named(folder: Path) -> None:
+    """It may be misspelt, and `empty_cameras` lets every row do without it."""
+    seen: Any = policy_of(recipe(folder, "smolvla")).features.cameras
+    cameras = {name.replace("wrist", "wirst"): {"type": "VISUAL", "shape": [3, *size]} for name, size in seen.items()}
+    inputs = {**cameras, "observation.state": {"type": "STATE", "shape": [2]}}
+    given = {"input_features": inputs, "output_features": {"action": {"type": "ACTION", "shape": [len(NAMES)]}}}
+    values = recipe(folder, "smolvla", options={"empty_cameras": 1, **given})
+    (line,) = (line for line in policy_of(values).notes() if "empty_cameras" in line)
+    assert "has no camera wirst, as" in line
+    assert line.endswith("its first row has top, wrist")
+    assert not any("empty_cameras" in line for line in policy_of(recipe(folder, "smolvla")).notes())
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_data_without_a_camera_are_refused(folder: Path, number: int) -> None:
     """A camera that may be missing is none that there is."""
