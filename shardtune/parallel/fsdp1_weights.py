@@ -258,10 +258,10 @@ class FlatWeights(Weights):
         for shell in self._flattened.shells:
             shell.used.clear()
 
-    @torch.no_grad()
     def held_unsummed(self, names: Collection[str]) -> list[str]:
         return [*names]
 
+    @torch.no_grad()
     def begin_update(self) -> None:
         # A forward takes those gradients away of which a rank has no numbers, and earlier backward passes gave them.
         names = [name for name, piece in self._pieces.items() if any(first == end for first, end in piece.numbers)]
