@@ -21,6 +21,7 @@ from shardtune.parallel.buffers import fingerprint_of
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private.graph import own_leaves, went_through_units
 from shardtune.parallel.torch_private.operations import tree_iter
+from shardtune.parallel.user_scaler import unscaling_on_all_ranks
 from shardtune.parallel.weights import Weights
 
 Roots = torch.Tensor | GradientEdge | Sequence[torch.Tensor] | Sequence[GradientEdge]
@@ -89,7 +90,10 @@ class Gradients:
 
         torch.autograd.backward = backward
         try:
-            with _GradCalls(self._gradients_of) if self._ranks.mesh is not None else nullcontext():
+            with (
+                unscaling_on_all_ranks(self._ranks),
+                _GradCalls(self._gradients_of) if self._ranks.mesh is not None else nullcontext(),
+            ):
                 yield
         finally:
             torch.autograd.backward = plain

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.errors import ModelError
@@ -245,3 +246,35 @@ def test_a_layer_that_an_early_pass_of_one_rank_uses_has_states_on_all(
         found, wanted = dict(engine.named_tensors()), dict(plain.named_tensors())
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+
+
+class SkipsUpdates(Scaled):
+    """Scales its loss of fp16 by torch's `GradScaler`, and has a gradient that only one rank finds infinite."""
+
+    def on_weights_materialized(self) -> None:
+        super().on_weights_materialized()
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=1024.0, growth_interval=2)
+
+    def scaled_step(self, rows: torch.Tensor, overflows: bool, weights: torch.Tensor) -> tuple[float, float]:
+        loss = (self(rows).float().square().sum(1) * weights).sum()
+        self.scaler.scale(loss).backward()
+        if overflows and self.ranks.rank == self.ranks.world_size - 1:
+            gradient: Any = self.last.weight.grad
+            part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            part.view(-1)[-1] = float("inf")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return self.scaler.get_scale(), self.scale.detach().float().item()
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1"])
+def test_a_gradient_scaler_skips_the_same_updates_on_all_ranks(two_ranks, executor: Any) -> None:
+    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    made = TrainEngine(SkipsUpdates(), executor, precision="fp16")
+    with made.build(colocate_with=two_ranks, take_turns=False) as engine:
+        found = [engine.scaled_step(NeedParallel(rows), overflows) for overflows in (False, True, False, False)]
+    assert all(first == second for first, second in found)
+    scales, values = zip(*(first for first, _ in found), strict=True)
+    assert scales == (1024, 512, 512, 1024)
+    assert 0.7 != values[0] == values[1] != values[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -58,6 +58,19 @@ multiply_ = torch._foreach_mul_
 """Scales a list of tensors in place, with few kernels; the public optimizers and clipping do it this way."""
 norms_of = torch._foreach_norm
 """The norms of a list of tensors, on a GPU in a dtype that they are not copied into; the public clipping uses it."""
+
+Unscale = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None]
+"""Multiplies gradients by a number (the last argument), and sets a scalar to 1 where one of them is not finite."""
+
+
+def get_unscale() -> Unscale:
+    """What `torch.amp.GradScaler` calls with gradients of one device and dtype."""
+    return torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def set_unscale(function: Unscale) -> None:
+    """Let it call another function; only a mode, which costs a call for every operation, would be public."""
+    torch._amp_foreach_non_finite_check_and_unscale_ = function
 
 
 @contextmanager

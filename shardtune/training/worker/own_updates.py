@@ -12,6 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardtune.config.schema import Recipe
 from shardtune.errors import ConfigError, ModelError
 from shardtune.parallel.clipping import check_max_norm, clip_factor
+from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.user_scaler import unscaling_on_all_ranks
 from shardtune.parallel.weights import Weights
 
 
@@ -27,6 +29,7 @@ class OwnUpdates:
         without: the others.
         clipped: whether `clip` was called.
         lost: names of weights that were written before an update, which makes them anew from full precision.
+        unscaled: of each time that a `GradScaler` unscaled gradients: 1 where one was not finite, so no update follows.
     """
 
     method: str
@@ -36,6 +39,7 @@ class OwnUpdates:
     without: int = 0
     clipped: bool = False
     lost: list[str] = field(default_factory=list)
+    unscaled: list[torch.Tensor] = field(default_factory=list)
     _summed: bool = field(default=False, init=False)
 
     def clip(self, max_norm: float | None) -> float:
@@ -108,6 +112,16 @@ class OwnUpdates:
             "for its parameters in optim.groups, or keep its state by save_checkpoint and load_checkpoint"
         )
 
+    def unscale(self, found: torch.Tensor) -> None:
+        """Note that a `GradScaler` has unscaled gradients; where it skipped the update before, another one begins."""
+        if self.unscaled and self.unscaled[-1].item():
+            self._summed = False
+        self.unscaled.append(found)
+
+    def skipped(self) -> bool:
+        """Whether a `GradScaler` has skipped an update."""
+        return any(found.item() for found in self.unscaled)
+
     def _sum(self) -> None:
         if self.weights.replicates:
             self.weights.sync_replicated_gradients()
@@ -123,7 +137,7 @@ class OwnUpdates:
                 f"{self.method} updates the weights without FSDPSftWorker.clip_grad_norm_(): actor.optim.clip_grad: "
                 f"{clip:g} is not applied"
             )
-        if recipe.actor.model.precision == "fp16":
+        if recipe.actor.model.precision == "fp16" and not self.unscaled:
             report(f"{self.method} updates the weights itself: the loss of fp16 is not scaled")
 
 
@@ -142,6 +156,7 @@ def watched(
     optimizer: torch.optim.Optimizer,
     built_in: Callable[[], bool],
     others: Callable[[torch.optim.Optimizer], None],
+    ranks: Ranks,
 ) -> Iterator[None]:
     """Inside, the optimizer's own calls of `step` are counted, completed and checked as `optimizer_step` does.
 
@@ -151,6 +166,7 @@ def watched(
         optimizer: over the weights.
         built_in: whether `optimizer_step` is what calls it.
         others: called before the step of any other optimizer, which the worker has made itself.
+        ranks: of the run.
     """
     weights, compiled = updates.weights, updates.weights.compiled_buffers
     weights.watch_buffers()
@@ -186,7 +202,7 @@ def watched(
     hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     hooks.append(register_optimizer_step_pre_hook(before_any))
     try:
-        with weights.showing_gradients():
+        with weights.showing_gradients(), unscaling_on_all_ranks(ranks, updates.unscale):
             yield
     finally:
         for hook in hooks:

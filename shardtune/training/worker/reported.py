@@ -97,7 +97,7 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
             worker.report(line)
 
     try:
-        with watched(updates, worker.recipe, state.optimizer, lambda: state.in_step, others), forwards:
+        with watched(updates, worker.recipe, state.optimizer, lambda: state.in_step, others, worker.ranks), forwards:
             found = worker.run_training()
     finally:
         state.own_updates = None
@@ -144,7 +144,7 @@ def _overriding(worker: FSDPSftWorker, name: str) -> type | None:
 
 
 def _require_update(updates: OwnUpdates, kind: type) -> None:
-    if updates.with_gradient:
+    if updates.with_gradient or updates.skipped():
         return
     what = (
         "called self.optimizer.step() while no parameter had a gradient"

@@ -86,6 +86,28 @@ class Worker(FSDPSftWorker):
         return {"loss": (float(self.model(**batch)), 1)}
 
 
+class Scaling(Worker):
+    """Updates the weights itself, and scales its loss by a factor with which the first gradients are not finite."""
+
+    def model_provider_func(self) -> Any:
+        net = Net()
+        net.register_parameter("gain", nn.Parameter(torch.tensor(1.0)))  # one number, which ranks hold whole
+        return net
+
+    def run_training(self) -> dict[str, float]:
+        if not hasattr(self, "scaler"):
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=2.0**-12)
+        gain = self.model.get_parameter("gain")
+        for _ in range(4 // self.ranks.world_size):
+            self.scaler.scale(self.model(**next(self.data_iter)) / 4 + 0.0 * gain).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = self.clip_grad_norm_(1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return {"norm": norm, "scale": self.scaler.get_scale()}
+
+
 class Model(Adapter):
     def build(self) -> nn.Module:
         return Net()
@@ -157,3 +179,32 @@ def test_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
         alone = one[kind, precision, "fsdp"]
         with pytest.raises(Failed, match=f"in {precision} several ranks part from one process in step 1"):
             RoundedRuns(precision, alone, alone, found, found, True).check()
+
+
+def scaled(folder: str, backend: str) -> tuple[list[float], list[float], list[str]]:
+    """Scales and norms of two steps, the first skipped, and what was reported."""
+    values: dict[str, Any] = {
+        "global_batch_size": 4 * MICRO,
+        "micro_batch_size": MICRO,
+        "model": {"precision": "fp16"},
+        "training_backend": backend,
+        "data": {"train_data_paths": f"{folder}/rows.jsonl"},
+        "runner": {"max_steps": 2},
+        "worker": f"{__file__}:Scaling",
+    }
+    said: list[str] = []
+    worker = make_worker(load_recipe(values), report=said.append)
+    worker.setup()
+    steps = [training_method(worker)() for _ in range(2)]
+    return [step["train/scale"] for step in steps], [step["train/norm"] for step in steps], said
+
+
+def test_a_step_that_a_workers_gradient_scaler_skips_is_a_step(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbers()))
+    one = scaled(str(tmp_path), "fsdp")
+    two = run_ranks(scaled, 2, str(tmp_path), "fsdp")
+    for scales, norms, said in (one, *two):
+        assert scales == [4096, 4096]
+        assert not np.isfinite(norms[0])
+        assert norms[1] == pytest.approx(one[1][1], rel=5e-3)
+        assert not any("is not scaled" in line for line in said)
