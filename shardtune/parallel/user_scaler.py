@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import operations
+from shardtune.parallel.torch_private.operations import get_unscale, set_unscale
 from shardtune.parallel.weights import local
 
 
@@ -26,7 +26,7 @@ def unscaling_on_all_ranks(
         ranks: which all unscale the same gradients.
         note: gets the scalar, 1 where a gradient was not finite, each time that gradients are unscaled.
     """
-    plain, thread = operations.get_unscale(), threading.get_ident()
+    plain, thread = get_unscale(), threading.get_ident()
 
     def unscale(grads: list[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:
         if threading.get_ident() != thread:
@@ -36,8 +36,8 @@ def unscaling_on_all_ranks(
         found.copy_(ranks.largest_of(found.to(ranks.device)))
         note(found)
 
-    operations.set_unscale(unscale)
+    set_unscale(unscale)
     try:
         yield
     finally:
-        operations.set_unscale(plain)
+        set_unscale(plain)
