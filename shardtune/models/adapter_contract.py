@@ -12,6 +12,7 @@ from torch import nn
 
 from shardtune.config.checks.actions import OF_STATISTICS, idle_columns
 from shardtune.config.keys import KEYS, is_free_mapping, nearest
+from shardtune.config.other_trainers import OF_ADAPTERS
 from shardtune.config.schema import long_key, present_key, short_key
 from shardtune.config.user_code import check_call, names_in
 from shardtune.data.robot.returns import RETURN
@@ -247,7 +248,7 @@ def _check_method(kind: type[Adapter], name: str, found: object, where: str) -> 
 
 
 def _check_names(kind: type[Adapter], written: Mapping[str, object], where: str) -> None:
-    """Refuse misspelt names: nothing would ever read them."""
+    """Refuse misspelt names, and those by which other trainers call methods: nothing would ever read them."""
     free = [name for name in (*CALLS, *DECLARED, *FURTHER) if name not in written]
     lower = {name.lower(): name for name in free}
     for name in written:
@@ -259,6 +260,13 @@ def _check_names(kind: type[Adapter], written: Mapping[str, object], where: str)
                 f"{kind.__name__}.{name} is no method or attribute of an adapter",
                 where=where,
                 remedy=f"did you mean {lower[near[0]]}? The name of a helper of your own may begin with _",
+            )
+        others = any(name in vars(base) for base in kind.__mro__ if not _is_users(base))  # such as nn.Module's forward
+        if name in OF_ADAPTERS and inspect.isfunction(written[name]) and not others and not _is_used(name, written):
+            raise ConfigError(
+                f"{kind.__name__}.{name} would never be called",
+                where=where,
+                remedy=f"leave it out: {OF_ADAPTERS[name]}. The name of a helper of your own may begin with _",
             )
     if "options" in written:
         raise ConfigError(

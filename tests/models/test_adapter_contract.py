@@ -91,6 +91,8 @@ def forgetful(self: Any, recipe: Any, tokenizer: Any = None) -> None:
         ({"options": BaseModel}, "did you mean Options"),
         ({"tensor_plans": {"0": "colwise"}}, "did you mean tensor_plan"),
         ({"augment": lambda self, sample, augment: sample}, "did you mean augmented"),
+        ({"configure_optimizers": lambda self: None}, r"would never be called.*actor\.optim\.name"),
+        ({"forward": lambda self, batch: None}, "would never be called.*loss calls the model"),
         (
             {"reads": ("model.config_overide",)},
             "reads names model.config_overide, .*did you mean model.config_overrides",

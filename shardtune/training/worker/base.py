@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from inspect import getattr_static, isfunction
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
@@ -27,7 +25,6 @@ from shardtune.config import Recipe, load_recipe
 from shardtune.config.model_names import registered_function, registered_processor
 from shardtune.config.rank_layout import Layout
 from shardtune.config.recipe_config import as_dict_config
-from shardtune.config.user_code import names_in
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.errors import built
@@ -60,32 +57,10 @@ from shardtune.training.worker.user_batches import UserBatches
 from shardtune.training.worker.user_errors import of_step
 from shardtune.training.worker.user_evaluation import EvalOutput
 from shardtune.training.worker.user_task import UserTask, training_paths
+from shardtune.training.worker.worker_class import check_worker_class
 
 LONG_STEP = 10.0
 """Seconds of a step from which on looking for its bad rows is announced."""
-
-
-OPTIONAL = (
-    *("model_provider_func", "loss_weights", "setup", "setup_evaluation", "run_training", "run_eval"),
-    *("save_checkpoint", "load_checkpoint"),
-)
-"""Methods that a worker may leave out, so that a misspelt one would not be missed."""
-
-
-def _check_names(kind: type) -> None:
-    """Refuse misspelt names of methods, which nothing would ever call, unless another method of the class uses them."""
-    if kind.__module__.startswith("shardtune."):
-        return
-    written = vars(kind)
-    free = [name for name in OPTIONAL if name not in written]
-    for name, member in written.items():
-        near = difflib.get_close_matches(name, free, n=1, cutoff=0.84) if isfunction(member) and name[0] != "_" else []
-        known = any(name in vars(base) for base in kind.__mro__[1:])
-        if near and not known and not any(name in names_in(other) for key, other in written.items() if key != name):
-            raise TypeError(
-                f"{kind.__name__}.{name} would never be called. Did you mean {near[0]}? The name of a helper may begin "
-                "with _"
-            )
 
 
 class FSDPSftWorker(ABC):
@@ -130,16 +105,7 @@ class FSDPSftWorker(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for kind in cls.__mro__:  # a class beside the worker's may override too, as a mixin does
-            for name, member in vars(kind).items():
-                method = member.fget if isinstance(member, property) else member
-                final_here = isfunction(method) and "__final__" in vars(method)
-                if final_here and getattr_static(cls, name) is not member:
-                    raise TypeError(
-                        f"{cls.__name__}.{name} would never be called: {name} of {kind.__name__} cannot be "
-                        "overridden. Give the method or attribute another name"
-                    )
-        _check_names(cls)
+        check_worker_class(cls)
 
     def __init__(self, cfg: DictConfig | Recipe) -> None:
         self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)

@@ -375,6 +375,21 @@ def test_a_misspelt_method_is_refused(name: str):
         type("Mine", (own.Task,), {name: lambda self, *arguments: None})
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("configure_optimizers", r"optim\.name"),
+        ("training_step", "get_train_model_output"),
+        ("on_train_end", "callbacks"),
+    ],
+)
+def test_a_method_that_another_trainer_calls_is_refused(name: str, instead: str):
+    with pytest.raises(TypeError, match=rf"Mine\.{name} would never be called\. .*{instead}.*\. The name of a helper"):
+        type("Mine", (own.Task,), {name: lambda self, *arguments: None})
+    mixin = type("Mixin", (), {name: lambda self, *arguments: None})  # another trainer's class calls it
+    type("Fine", (own.Task, mixin), {name: lambda self, *arguments: None})
+
+
 def test_a_helper_that_another_method_calls_may_have_such_a_name():
     class Mine(own.Task):
         def loss_weight(self, batch: Any) -> float:
