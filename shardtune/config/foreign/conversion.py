@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,10 +14,14 @@ from pathlib import Path
 from shardtune.config.foreign.table import OURS, By, Missing, NoCounterpart, NotNeeded, Table, To, entry_of
 from shardtune.config.keys import nearest
 from shardtune.config.schema import Recipe
+from shardtune.config.secrets import HIDDEN
 from shardtune.config.tree import Tree, get_value, set_value
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst")
 PATHS = ("actor.model.model_path", "actor.tokenizer.tokenizer_model", "data.cache_dir")
+
+SECRET = re.compile(r"(?i)(?:^|[._])(?:(?:hub|hf|auth|access|api)_token|api_?key|secret|secret_key|password|passwd)$")
+"""Keys of other trainers whose text is shown nowhere."""
 
 
 class Kind(Enum):
@@ -73,6 +78,7 @@ class Conversion:
         sharing: how many of the processes have the same rows by the launcher.
         beside: keys that are not in the tree, by their name in the report: of the launcher, and of files that the
             configuration names.
+        references: values as they are written that name variables of the environment, which the report shows.
         lines: our key -> line.
         outcomes: their name -> what became of it.
         notes: differences that no single key stands for.
@@ -86,6 +92,7 @@ class Conversion:
     mixed_precision: str = ""
     sharing: int = 1
     beside: dict[str, object] = field(default_factory=dict)
+    references: dict[str, str] = field(default_factory=dict)
     lines: dict[str, Line] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -127,10 +134,17 @@ class Conversion:
         for given, value in self.given.items():
             if given == name or given.startswith((f"{name}.", f"{name}[")):
                 before = self.outcomes.get(given)
+                value = self.shown(given, value)
                 if before is not None and before.kind is kind is Kind.TRANSLATED and text not in before.text:
                     self.outcomes[given] = Outcome(given, value, kind, f"{before.text}; {text}")
                 elif before is None or kind is not Kind.DEFAULT:
                     self.outcomes[given] = Outcome(given, value, kind, text)
+
+    def shown(self, name: str, value: object) -> object:
+        """A value of theirs for the report: of the environment by its variable, of a secret nothing."""
+        if name in self.references:
+            return self.references[name]
+        return HIDDEN if isinstance(value, str) and value and SECRET.search(name) else value
 
     def not_needed(self, why: str, *names: str) -> None:
         """Note that keys set what does not arise here."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from shardtune.config.foreign import halos, llama_factory, trl
 from shardtune.config.foreign.command_line import CommandLine
-from shardtune.config.foreign.conversion import Conversion, Kind, Outcome
+from shardtune.config.foreign.conversion import Conversion, Kind, Outcome, leaves
 from shardtune.config.foreign.launch import Launch, Started, apply, of_environment, precision_of, sharing, started
 from shardtune.config.foreign.launch_keys import ACCELERATE
 from shardtune.config.foreign.model_type import model_type
@@ -28,6 +31,9 @@ from shardtune.errors import ConfigError
 HALOS = "halos"
 COMMAND_LINE = "the command line"
 READ = (".yaml", ".yml", ".json", ".toml")
+VARIABLE = re.compile(r"\$\{oc\.env:(\w+)(,[^{}]*)?\}")
+"""A reference to a variable of the environment."""
+BARE = re.compile(r"\$\{([A-Z][A-Z0-9_]*)\}")
 SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 FROM: Mapping[str, OtherTrainer] = {**TRAINERS, HALOS: OtherTrainer(halos.NAME, {}, halos.MARKS, halos.convert)}
 """By the word for `--from`."""
@@ -73,6 +79,8 @@ def convert(
     tree = _tree(given)
     if trainer is None:
         refuse_file(tree, where)
+    tree = _with_variables(tree, frozenset(tree))
+    written = {name: value for name, value in leaves(tree) if isinstance(value, str) and VARIABLE.search(value)}
     tree = _resolved(tree, where)
     word = trainer or recognise(tree) or _halos(tree)
     known = FROM.get(word) if word is not None else None
@@ -86,6 +94,7 @@ def convert(
     found = _started(given.launch, tree, known.name)
     size = found.processes if world_size is None and found is not None else world_size
     c = Conversion(known.name, tree, source, folder, size)
+    c.references = {name: value.replace("\\$", "$") for name, value in written.items()}
     if found is not None:
         c.mixed_precision, c.sharing = precision_of(found), sharing(found)
     known.convert(c)
@@ -177,6 +186,21 @@ def _ranks(c: Conversion, found: Started | None) -> None:
         hosts = f" on {found.hosts} hosts" if found.hosts > 1 else ""
         comment = f"{found.launch.program}: {found.processes} processes{hosts}"
         c.put("runner.nproc_per_node", found.each, comment=comment)
+
+
+def _with_variables(value: Any, keys: frozenset[str]) -> Any:
+    """A tree whose references to variables of the environment are `${oc.env:NAME}`, and stay where one is not set.
+
+    NeMo writes `${NAME}` for one, where its file has no such key.
+    """
+    if isinstance(value, Mapping):
+        return {name: _with_variables(item, keys) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_variables(item, keys) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = BARE.sub(lambda found: found[0] if found[1] in keys else f"${{oc.env:{found[1]}}}", value)
+    return VARIABLE.sub(lambda found: found[0] if found[2] or found[1] in os.environ else f"\\{found[0]}", text)
 
 
 def _resolved(tree: dict[str, object], shown: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardtune.config.foreign.conversion import DATA_SUFFIXES, Conversion, Kind, leaves, short
@@ -133,7 +134,7 @@ def _entry(c: Conversion, name: str, known: object, stage: str, ours: str) -> di
     line = None
     if place and place != "script_url":
         path = str(known[place])
-        path = path if place == "hf_hub_url" else c.path(path if "://" in path else f"{_folder(c)}/{path}")
+        path = path if place == "hf_hub_url" else c.path(path if "://" in path else os.path.join(_folder(c), path))
         line = entry(path, **(of_evaluation(path, options) if ours == EVAL else options))
     _record(c, prefix, known, place, f"{ours}: {short(as_entries([line]))}" if line else "")
     _tags(c, prefix, kind, known.get("tags"), stage)

@@ -219,11 +219,24 @@ def test_names_of_data_sets_without_a_file_are_listed(of):
     )
 
 
-@pytest.mark.parametrize("token", ["${oc.env:HF_TOKEN}", "hf_0123456789abcdefgh"])
-def test_a_token_is_neither_shown_nor_written(of, token: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("name", "token", "shown"),
+    [
+        ("hub_token", "${oc.env:HF_TOKEN}", "${oc.env:HF_TOKEN}"),
+        ("hub_token", "${HF_TOKEN}", "${oc.env:HF_TOKEN}"),  # as NeMo's own files have it
+        ("hub_token", "${oc.env:OF_NOBODY}", "${oc.env:OF_NOBODY}"),
+        ("run_name", "x ${oc.env:MY_LOGIN} ${oc.env:OF_NOBODY}", "x ${oc.env:MY_LOGIN} ${oc.env:OF_NOBODY}"),
+        ("hub_token", "${oc.env:MY_LOGIN,nobody}", "${oc.env:MY_LOGIN,nobody}"),
+        ("hub_token", "hf_0123", "***"),
+        ("wandb_api_key", "0123456789abcdef", "***"),
+    ],
+)
+def test_a_token_is_neither_shown_nor_written(of, name: str, token: str, shown: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "my-secret-12345")
-    found = of("trl", hub_token=token)
-    for text in (found.recipe, found.report):
-        assert "my-secret" not in text
-        assert "hf_0123" not in text
-        assert "hub_token: ***" in text
+    monkeypatch.setenv("MY_LOGIN", "me")
+    monkeypatch.delenv("OF_NOBODY", raising=False)
+    found = of("trl", **{name: token})
+    assert "my-secret" not in found.recipe + found.report
+    assert "0123" not in found.recipe + found.report
+    assert f"{name}: {shown}  ->" in found.report
+    assert "eos_token: <|im_end|>" in of("trl", eos_token="<|im_end|>").report

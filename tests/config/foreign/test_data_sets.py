@@ -337,6 +337,11 @@ def test_the_smaller_number_of_samples_counts(factory, num_samples: object, max_
     assert value(found, TRAIN) == {"path": "rows.jsonl", "max_samples": expected}
 
 
+def test_the_path_of_a_file_in_dataset_info_may_be_absolute(factory, tmp_path: Path):
+    found = factory({"file_name": str(tmp_path / "rows.jsonl")}, dataset_dir=str(tmp_path))
+    assert value(found, TRAIN) == "rows.jsonl"
+
+
 def test_each_key_of_dataset_info_is_read_or_said(factory):
     described = {
         "file_name": "rows.jsonl",
