@@ -239,7 +239,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
     calls = [calls] if isinstance(calls, Mapping) else calls
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise RowError(f"the calls of tools are {excerpt(calls)}, not a list of objects with name and arguments")
-    return [_tool_call(call) for call in calls]
+    return [_tool_call(parsed(call, "a tool call")) for call in calls]
 
 
 def _tool_call(call: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardtune.batch import Sample
 from shardtune.config import DataConfig, Recipe
+from shardtune.data.audit.content import content_keys
 from shardtune.data.cache.by_file import RowsByFile, TrainingRows, open_by_file
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
@@ -26,7 +27,10 @@ from shardtune.data.sources.other_frames import notes_on_other_frames
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.data.sources.same_files import notes_on_same_files
 from shardtune.data.sources.source import Source
-from shardtune.errors import ConfigError, DataError
+from shardtune.errors import ConfigError, DataError, counted
+
+COMPARED_TOKENS, BLOCK_TOKENS = 10_000_000, 1_000_000
+"""Tokens that are compared at each start at most, and at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,8 @@ def prepare_data(
             rows = build(train_spec, "train", splits and recipe.eval.generate)
             if splits:
                 rows, evals[""] = rows.split_by_hash(data.eval_split)
+                for line in notes_on_both_sides(rows, evals[""]):
+                    report(f"data: {line}")
             _require_rows(rows, "data.train_data_paths", train_spec)
             if training and data.quarantine is not None:
                 rows = without_quarantined(rows, Path(data.quarantine), held_out=evals.get(""), report=report)
@@ -205,6 +211,36 @@ def _note_on_draws(part: str, *, compared: bool) -> str:
         f"follow from the row; with those of others a run that continues without this cache {without}. To draw anew in "
         "each step, repeatably: batch.rand_like and batch.randn_like in loss"
     )
+
+
+def notes_on_both_sides(train: TokenDataset, held_out: TokenDataset) -> Iterator[str]:
+    """A line where held out rows have the tokens of training rows: their files have other keys or values, not read.
+
+    Rows with more than tokens, and rows of more than `COMPARED_TOKENS` that are as long as a held out one, are left to
+    the audit.
+    """
+    alike = np.flatnonzero(np.isin(train.lengths, held_out.lengths))
+    tokens = int(train.lengths[alike].sum(dtype=np.int64)) + int(held_out.lengths.sum(dtype=np.int64))
+    if train.fields or not len(alike) or tokens > COMPARED_TOKENS:
+        return
+    ours, theirs = _token_keys(held_out), _token_keys(train.select(alike))
+    order = np.argsort(theirs, kind="stable")
+    found = order[np.searchsorted(theirs, ours, sorter=order).clip(max=len(order) - 1)]
+    both = np.flatnonzero(theirs[found] == ours)
+    if len(both):
+        first, other = held_out.locate(int(both[0])), train.locate(int(alike[found[both[0]]]))
+        yield (
+            f"data.eval_split: {len(both):,} of {counted(len(held_out), 'held out row')} have the tokens of a training "
+            f"row, as the two differ in their files alone, in keys that are not read or by their format: {first} and "
+            f"{other}. Their score says nothing about new rows; shardtune data audit lists them"
+        )
+
+
+def _token_keys(rows: TokenDataset) -> np.ndarray:
+    """uint64 [rows]: the hash of each row's tokens."""
+    blocks = (block for _, block in rows.blocks(BLOCK_TOKENS, BLOCK_TOKENS))
+    keys = [content_keys(block, np.zeros(len(block.offsets) - 1, np.uint64)) for block in blocks]
+    return np.concatenate(keys) if keys else np.zeros(0, np.uint64)
 
 
 def notes_on_weights(sources: Sequence[Source]) -> Iterator[str]:

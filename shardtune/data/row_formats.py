@@ -496,6 +496,7 @@ def read_tools(value: object) -> tuple[dict[str, Any], ...] | None:
         return None
     if not isinstance(tools, Sequence):
         raise RowError(f"tools is {type(tools).__name__}, not a list of tool definitions")
+    tools = [parsed(tool, "a tool definition") for tool in tools]
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

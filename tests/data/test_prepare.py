@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,36 @@ def test_keys_about_conversations_without_any(tmp_path: Path) -> None:
     assert lines(texts, pairs, **given) == []
     assert lines({"messages": turns}, **given) == []
     assert lines({"question": "a", "answer": "b"}, **given) == []
+
+
+def test_rows_with_equal_tokens_on_both_sides_of_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, said = make_tiny(tmp_path), list[str]()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    encoder = ChatEncoder(tokenizer, load_template("chatml", tokenizer), max_length=64)
+    rows = [{"question": f"a{number % 20}", "answer": "b"} for number in range(40)]
+
+    def lines(rows: list[dict]) -> list[str]:
+        said.clear()
+        path = str(write_rows(tmp_path / "rows.jsonl", rows))
+        changes = {"data__train_data_paths": path, "data__eval_data_paths": None, "data__eval_split": 0.3}
+        prepared = prepare_data(load_recipe(tiny.recipe(**changes)), lambda with_prompts: encoder, report=said.append)
+        parts = [*prepared.read().values(), *prepared.evals.values()]
+        train, held_out = ([tuple(one.input_ids) for one in map(part.row, range(len(part)))] for part in parts)
+        assert len(train) + len(held_out) == len(rows)
+        both = sum(tokens in train for tokens in held_out)
+        found = [line for line in said if "the tokens of a training row" in line]
+        assert len(found) == (both > 0)
+        assert all(f"data.eval_split: {both} of {len(held_out)} held out rows have" in line for line in found)
+        for line in found:
+            first, second = re.findall(r"rows\.jsonl:(\d+)", line)
+            assert rows[int(first) - 1]["question"] == rows[int(second) - 1]["question"]
+        return found
+
+    assert lines(rows) == []
+    assert lines([{**row, "id": number} for number, row in enumerate(rows)])
+    assert lines([{**row, "id": number} for number, row in enumerate(rows[:20])]) == []
+    monkeypatch.setattr("shardtune.data.prepare.BLOCK_TOKENS", 50)
+    assert lines([{**row, "id": number} for number, row in enumerate(rows)])
 
 
 class Noisy(Regressor):

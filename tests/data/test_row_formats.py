@@ -16,6 +16,7 @@ from shardtune.data.row_formats import (
     as_row,
     format_of,
     read_example,
+    read_tools,
     recognise,
     rename_columns,
     unread_keys,
@@ -101,7 +102,15 @@ def test_messages_in_full():
     assert example.messages[3] == {"role": "tool", "content": "blue", "name": "look", "tool_call_id": "call00001"}
     assert example.messages[4] == assistant("Fine.", reasoning_content="blue is fine")
     assert example.weights == (None, None, 0.5, None, None)
-    assert example.tools == ({"type": "function", "function": {"name": "look", "parameters": {}}},)
+    look = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
+    assert example.tools == look
+    said = {"function": {"name": "look", "arguments": '{"at": "sky"}'}}
+    as_text = read_example({"messages": [user("Weather?"), assistant(None, tool_calls=[json.dumps(said)])]})
+    assert isinstance(as_text, Chat)
+    assert as_text.messages[1] == assistant("", tool_calls=[call])
+    assert read_tools([json.dumps({"name": "look", "parameters": {}})]) == look
+    with pytest.raises(RowError, match="a tool definition is text, but not JSON"):
+        read_tools(["look"])
 
 
 @pytest.mark.parametrize("key", ["text", "value", "content"])
@@ -238,6 +247,7 @@ CHAT_FAULTS = [
     ([user("Hi"), assistant("a", loss_weight=1, weight=1)], "both loss_weight and weight"),
     ([{**user("Hi"), "tool_calls": [{"name": "a"}]}, assistant("a")], "tool_calls in a user turn"),
     ([user("Hi"), assistant("", tool_calls=[{"arguments": {}}])], "a tool call without a name"),
+    ([user("Hi"), assistant("", tool_calls=["look()"])], "a tool call is text, but not JSON"),
     (
         [user("Hi"), assistant("", tool_calls=[{"name": "a", "arguments": "{x"}])],
         "arguments of a is text, but not JSON",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from shardtune.config import Recipe
 from shardtune.data.loader.protocol import Loader, MicroBatch
 from shardtune.data.loader.step_loader import StepLoader
+from shardtune.errors import counted
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.run_summary import RunSummary
@@ -38,15 +39,16 @@ def summarise(
     horizon = position.horizon
     if horizon < recipe.runner.max_steps:
         limit = position.limit(horizon)
-        notes.append(f"training ends after {horizon:,} steps by {limit}; runner.max_epochs: -1 sets no such limit")
+        steps = counted(horizon, "step")
+        notes.append(f"training ends after {steps} by {limit}; runner.max_epochs: -1 sets no such limit")
     warmup = recipe.actor.optim.lr_warmup_steps
     if warmup > horizon:
-        short = f"the warm-up takes {warmup:,} steps, and training ends after {horizon:,}"
+        short = f"the warm-up takes {counted(warmup, 'step')}, and training ends after {horizon:,}"
         notes.append(f"{short}: optim.lr is not reached")
     share = recipe.actor.optim.lr_warmup_steps_ratio
     if share and horizon > 0 and not round(share * horizon):
         notes.append(f"optim.lr_warmup_steps_ratio: {share:g} of {horizon:,} steps is none: there is no warm-up")
-    counted = not isinstance(loader, StepLoader) or loader.is_counted
+    is_counted = not isinstance(loader, StepLoader) or loader.is_counted
     all_trained = all(parameter.requires_grad for parameter in parameters.values())
     return RunSummary(
         model=type(state.inner).__name__.removeprefix("FSDP"),
@@ -55,10 +57,10 @@ def summarise(
         dtypes=state.dtypes,
         ranks=_ranks(ranks),
         attention="",
-        rows=loader.num_samples if counted else None,
+        rows=loader.num_samples if is_counted else None,
         tokens=None,
         targets=0.0,
-        steps_per_epoch=loader.num_steps(0) if counted else None,
+        steps_per_epoch=loader.num_steps(0) if is_counted else None,
         total_steps=position.horizon,
         evaluation={name: _announced(info) for name, (_, info) in evaluations.items()},
         notes=notes,
