@@ -48,6 +48,7 @@ class BadRows:
         ranks: of the run.
         draws: (seed, step, rank), of the step.
         alone: makes micro-batches of single rows; None: rows cannot be taken apart.
+        scale: factor on the loss: in fp16 one so small that only a row that no factor helps is not finite.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class BadRows:
         *,
         draws: tuple[int, int, int],
         alone: Alone | None,
+        scale: float = 1.0,
     ) -> None:
         self._forward = forward
         self._weights = weights
         self._ranks = ranks
         self._draws = draws
         self._alone = alone
+        self._scale = scale
 
     def find(self, step: Step[MicroBatch]) -> list[BadPart]:
         """The parts of the step that are not finite by themselves, in order; the same on every rank."""
@@ -113,7 +116,7 @@ class BadRows:
         """How much this rank's micro-batch adds to the loss of the step, and its own loss."""
         self._weights.zero_gradients()
         totals = accumulate(
-            self._forward, [batch], step.denominators, self._weights, draws=self._draws, scale=1.0
+            self._forward, [batch], step.denominators, self._weights, draws=self._draws, scale=self._scale
         ).losses
         terms = [(float(totals[name]), whole, batch.weights[name]) for name, whole in step.denominators.items()]
         adds = sum(total / whole for total, whole, _ in terms if whole)
@@ -166,7 +169,7 @@ class BadRows:
         """Whether this rank's loss of a micro-batch is not finite, and whether any rank's loss or gradient is not."""
         weights = self._weights
         weights.zero_gradients()
-        totals = accumulate(self._forward, [batch], step.denominators, weights, draws=self._draws, scale=1.0)
+        totals = accumulate(self._forward, [batch], step.denominators, weights, draws=self._draws, scale=self._scale)
         if weights.replicates:
             weights.sync_replicated_gradients()
         norm = weights.gradient_norm()

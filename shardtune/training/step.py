@@ -79,6 +79,11 @@ class LossScale:
     growth_interval: int = 2000
     quiet: int = 0
 
+    @property
+    def least(self) -> float:
+        """The factor of the last try of a step: what overflows at it does so at any."""
+        return self.value / 2 ** (MAX_TRIES - 1)
+
     def adjust(self, overflowed: bool) -> None:
         """After an update."""
         if overflowed:

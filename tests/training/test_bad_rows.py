@@ -41,6 +41,14 @@ class Fragile(Adapter):
         return LossSum(rooted + torch.where(batch["inf"] > 0, torch.inf, 0.0).sum(), float(len(out)))
 
 
+class Steep(Fragile):
+    """In fp16 the gradient of every row is finite at a scale below 1 alone; that of the bad one never is."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        found = super().loss(model, batch)
+        return LossSum(found.total * 2.0**22, found.weight)
+
+
 class WithNorm(Fragile):
     """Its running statistics are those of finite steps alone; its rows depend on one another.
 
@@ -113,6 +121,13 @@ def test_the_rank_that_has_it_is_found(folder: Path, precision: str) -> None:
     told = run_ranks(steps, 2, str(folder), KINDS, "Fragile", precision)
     assert told[0] == told[1]
     _expect(told[0], folder, KINDS)
+
+
+def test_in_fp16_rows_that_a_smaller_scale_helps_are_not_named(folder: Path) -> None:
+    told = steps(str(folder), KINDS, "Steep", "fp16")
+    for kind in KINDS:
+        assert told[kind][0].endswith(f" for {folder / kind}.jsonl:6; the whole step is passed over")
+        assert told[kind][1] == []
 
 
 def test_running_statistics_do_not_move_in_a_step_that_is_passed_over(folder: Path) -> None:

@@ -316,7 +316,8 @@ class FSDPSftWorker(ABC):
         alone = None
         if isinstance(loader, StepLoader) and loader.takes_apart and not statistical_norms(self.state.inner):
             alone = loader.alone
-        rows = BadRows(self._forward, self.state.weights, self.ranks, draws=draws, alone=alone)
+        scale = self.state.loss_scale.least if self.state.loss_scale else 1.0
+        rows = BadRows(self._forward, self.state.weights, self.ranks, draws=draws, alone=alone, scale=scale)
         if seconds > LONG_STEP:
             what = "a loss or gradient that is not finite" if kind == "nonfinite" else "a spike"
             self.report(
