@@ -70,7 +70,8 @@ def adapted_logits_of(directory: Path) -> torch.Tensor:
     rows = 1 + max((row for ids in by_module.values() for row in ids), default=0) if isinstance(by_module, dict) else 0
     if rows > num_embeddings(model):
         model.resize_token_embeddings(rows, mean_resizing=False)
-    adapted = peft.PeftModel.from_pretrained(model, str(directory)).eval()
+    begun = config.get("init_lora_weights") == "mica"  # for which PEFT would decompose each matrix once more
+    adapted = peft.PeftModel.from_pretrained(model, str(directory), low_cpu_mem_usage=begun).eval()
     return logits_on_probe(adapted, num_embeddings(model))
 
 

@@ -27,7 +27,7 @@ from shardtune.models.lora.attach import (
     saved_whole,
     token_rows,
 )
-from shardtune.models.lora.config import PICKLED, PREFIX, WEIGHTS
+from shardtune.models.lora.config import MICA, PICKLED, PREFIX, WEIGHTS
 from shardtune.models.lora.init import INITIAL, merged, with_rows
 from shardtune.parallel import peft_names as peft
 from shardtune.parallel.meta_init import shard_of
@@ -310,7 +310,8 @@ def _stored_config(model: nn.Module, base: str | None, *, doubled: bool) -> peft
     config.inference_mode = True
     if not isinstance(config, peft.LoraConfig):
         return config
-    config.init_lora_weights = True  # the initialisation no longer matters, and PEFT would repeat it
+    if config.init_lora_weights != MICA:  # the initialisation no longer matters, and PEFT would repeat it
+        config.init_lora_weights = True
     if doubled:
         # The scale is alpha / r, or alpha / sqrt(r), and stays what it was.
         growth = math.sqrt(2) if config.use_rslora else 2

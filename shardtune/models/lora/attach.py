@@ -19,14 +19,19 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
 from shardtune.models.lora.choice import is_pattern
 from shardtune.models.lora.config import (
+    CONVOLUTIONS,
+    DECOMPOSING,
+    MICA,
     PICKLED,
     PREFIX,
     SECTION,
+    SUBTRACTING,
     WEIGHTS,
     as_target,
     class_name,
@@ -116,7 +121,7 @@ def attach_adapter(
         trained = trained_in_full(model, _stored_whole(model, made, Path(config.load_from)), notes)
         made.modules_to_save = None  # PEFT would train a copy and keep the original in memory
         names, init = None, made.init_lora_weights
-        made.init_lora_weights = True  # the model is on the meta device
+        made.init_lora_weights = MICA if init == MICA else True  # the model is on the meta device
         check_rows(made.trainable_token_indices, trained_rows(model, new_ids, _inside(model, trained)), config)
     else:
         init = config.init
@@ -132,6 +137,7 @@ def attach_adapter(
     thawed = [parameter for name in trained for parameter in _to_thaw(model.get_submodule(name))]
     _inject(made, model)
     _check_reach(model, names)
+    notes += _check_beginning(model, init, "init" if config.load_from is None else "load_from")
     for _, wrapper in token_rows(model):
         wrapper.token_adapter.trainable_tokens_original.clear()  # PEFT's copy, for taking rows out of a merged weight
     made.modules_to_save = sorted(trained) or None
@@ -369,6 +375,52 @@ def _check_reach(model: nn.Module, names: Collection[str] | None) -> None:
             where=f"{SECTION}.target_modules",
             remedy="leave it out",
         )
+
+
+def _check_beginning(model: nn.Module, init: bool | str, key: str) -> list[str]:
+    """Refuse an initialiser that a layer cannot have; returns a note on embeddings, which PEFT begins in its usual way.
+
+    Args:
+        model: adapted, on the meta device or not.
+        init: PEFT's name of the initialiser.
+        key: of the recipe's LoRA section, that has chosen it.
+    """
+    if isinstance(init, bool):
+        return []
+    where, usual, others = f"{SECTION}.{key}", list[str](), False
+    begun = where if key == "load_from" else f"{where}: {init}"
+    for name, layer in lora_layers(model):
+        assert is_lora_layer(layer)
+        base = layer.get_base_layer()
+        embeds, weight = isinstance(base, nn.Embedding), base.get_parameter("weight")
+        if init == "olora" and isinstance(base, Conv1D):
+            what = f"PEFT's olora takes the weight of {name} (Conv1D) for its transpose"
+        elif (embeds and init.startswith(SUBTRACTING)) or (isinstance(base, CONVOLUTIONS) and init != "gaussian"):
+            what = f"PEFT does not initialise {name} ({class_name(base)}) by {init}"
+        elif init.startswith(DECOMPOSING) and layer.r[ADAPTER] > min(weight.shape):
+            raise ConfigError(
+                f"the adapter of {name} has the rank {layer.r[ADAPTER]}, and its weight {list(weight.shape)} has "
+                f"{min(weight.shape)} parts at most",
+                where=begun,
+                remedy=f"lower {SECTION}.r, or that of this layer (rank_pattern) to {min(weight.shape)}, or leave init "
+                "out",
+            )
+        else:
+            usual += [name] if embeds and init != MICA else []
+            others |= not embeds or init == MICA
+            continue
+        raise ConfigError(
+            what,
+            where=begun,
+            remedy=f"leave the module out of {SECTION}.target_modules, or use another init",
+        )
+    if usual and not others:
+        raise ConfigError(
+            f"{where}: {init} has no effect on embeddings, and no other module is adapted ({usual[0]})",
+            where=begun,
+            remedy="leave it out",
+        )
+    return [f"LoRA on {', '.join(usual)} begins as by init: true; PEFT has no {init} for embeddings"] if usual else []
 
 
 def is_adapted_layer(module: nn.Module) -> TypeGuard[AdaptedLayer]:

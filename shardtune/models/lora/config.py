@@ -31,6 +31,10 @@ KEEPING_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Initialisers of PEFT that leave the base weights as they are."""
 SUBTRACTING = ("pissa", "olora")
 """Those that take what they begin with out of the base weights, always alike; PEFT does so again when it loads."""
+MICA = "mica"
+"""The initialiser beside which PEFT trains one of the factors alone, when it continues the adapter, too."""
+DECOMPOSING = (*SUBTRACTING, MICA)
+"""Initialisers that decompose the base weight."""
 # Of an adapter's config: what would change the forward pass in ways that are not covered here.
 UNSUPPORTED = (
     "alora_invocation_tokens",
@@ -58,7 +62,7 @@ def fresh_config(
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         task_type=peft.TaskType.CAUSAL_LM if kind.endswith("ForCausalLM") else None,
-        init_lora_weights="mica" if config.init == "mica" else True,  # others are drawn once there is memory
+        init_lora_weights=MICA if config.init == MICA else True,  # others are drawn once there is memory
     )
     names = targeted(model, made, config, trained, notes)
     if config.target_modules == ALL_LINEAR and not config.target_parameters:
@@ -431,7 +435,7 @@ def stored_config(directory: Path) -> peft.LoraConfig:
             where=f"{key}: {CONFIG_FILE}, init_lora_weights",
             remedy="save it with PEFT once more, as save_pretrained(…, path_initial_model_for_weight_conversion=…)",
         )
-    if found.init_lora_weights not in SUBTRACTING:
+    if found.init_lora_weights not in DECOMPOSING:
         found.init_lora_weights = True
     found.inference_mode = False
     return found

@@ -25,7 +25,7 @@ from shardtune.models.lora.attach import (
     lora_layers,
     token_rows,
 )
-from shardtune.models.lora.config import SUBTRACTING
+from shardtune.models.lora.config import DECOMPOSING, SUBTRACTING
 from shardtune.models.lora.nf4 import NF4Linear, decode
 from shardtune.parallel import peft_names as peft
 from shardtune.parallel.meta_init import fill
@@ -34,8 +34,6 @@ from shardtune.parallel.torch_private.modules import contents, set_contents
 if TYPE_CHECKING:
     from shardtune.models.lora.attach import AdaptedByLora
 
-DECOMPOSING = ("pissa", "olora", "mica")
-"""Initialisers that decompose the base weight."""
 INITIAL = "initial"
 """The buffer beside a factor's `weight` with its initial value, which was subtracted from the base weight."""
 
@@ -113,13 +111,6 @@ def _initialised_copy(name: str, layer: AdaptedByLora, config: peft.LoraConfig, 
         device = tensor.device if decomposes else "cpu"  # a GPU is much faster at large decompositions
         return _values(module, key, tensor).to(device, torch.float32, copy=True)
 
-    rank, sides = layer.r[ADAPTER], layer.base_layer.get_parameter("weight").shape if decomposes else ()
-    if sides and rank > min(sides):
-        raise ConfigError(
-            f"the adapter of {name} has the rank {rank}, and its weight {list(sides)} has {min(sides)} parts at most",
-            where=f"actor.model.lora.init: {config.init_lora_weights}",
-            remedy=f"lower actor.model.lora.r, or that of this layer (rank_pattern) to {min(sides)}, or leave init out",
-        )
     made = _copied_layer(layer, in_fp32)
     devices = {parameter.device for parameter in made.parameters() if parameter.is_cuda}
     try:
@@ -138,9 +129,11 @@ def _initialised_copy(name: str, layer: AdaptedByLora, config: peft.LoraConfig, 
 
 
 def _init_magnitudes_in_fp64(layer: nn.Module, made: AdaptedByLora, config: peft.LoraConfig) -> None:
-    """Initialise DoRA's magnitudes of a copy once more, from the weights in fp64."""
+    """Initialise DoRA's magnitudes of a copy once more, from the weights in fp64; what PiSSA or OLoRA has left of them
+    stays as it is."""
     made.double()
-    for name, tensor in _copied(layer, _values).named_parameters():
+    kept = () if _init_is_one_of(config, SUBTRACTING) else _copied(layer, _values).named_parameters()
+    for name, tensor in kept:
         if name.startswith("base_layer."):
             made.get_parameter(name).copy_(tensor)
     begin: Callable[..., None] = made.lora_variant[ADAPTER].init

@@ -53,7 +53,8 @@ def load_adapter(directory, kind, dtype):
     rows = 1 + max((row for ids in by_module.values() for row in ids), default=0) if isinstance(by_module, dict) else 0
     if rows > base.get_input_embeddings().weight.shape[0]:
         base.resize_token_embeddings(rows, mean_resizing=False)
-    return peft.PeftModel.from_pretrained(base, str(directory)).eval()
+    begun = config.get("init_lora_weights") == "mica"  # for which PEFT would decompose each matrix, and not in fp64
+    return peft.PeftModel.from_pretrained(base, str(directory), low_cpu_mem_usage=begun).eval()
 
 
 def digest(tensor):

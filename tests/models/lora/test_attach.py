@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardtune.batch.seeds import derive_seed
 from shardtune.checkpoint.hf_load import load_weights
+from shardtune.checkpoint.peft_directory import save_adapter
 from shardtune.config import LoraConfig, load_recipe
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.lora.attach import (
@@ -200,13 +201,69 @@ def test_what_pissa_takes_from_the_base_is_what_it_begins_with() -> None:
     assert torch.allclose(after["line.base_layer.weight"] + taken, before, atol=1e-6)
 
 
-def test_magnitudes_are_exact_in_fp64(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    saved("llama", base)
-    model, _, _ = adapted(base, LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]), "fp64")
-    layer = model.get_submodule("model.layers.0.self_attn.q_proj")
-    norms = layer.get_parameter("base_layer.weight").norm(dim=1)
-    assert torch.equal(layer.get_parameter("lora_magnitude_vector.default.weight"), norms)
+@pytest.mark.parametrize("init", [True, "pissa"])
+def test_magnitudes_are_exact_in_fp64(init: bool | str, tmp_path: Path) -> None:
+    """Of what the layer begins with, which is the base weight, also where PiSSA has taken a part out of that."""
+    base, name = tmp_path / "base", "model.layers.0.self_attn.q_proj"
+    before = saved("llama", base).get_parameter(f"{name}.weight").detach().double()
+    config = LoraConfig(r=2, alpha=6.0, use_dora=True, target_modules=["q_proj"], init=init)
+    layer = adapted(base, config, "fp64")[0].get_submodule(name)
+    factors = [layer.get_parameter(f"lora_{factor}.default.weight").detach() for factor in "BA"]
+    begun = layer.get_parameter("base_layer.weight").detach() + 6 / 2 * (factors[0] @ factors[1])
+    torch.testing.assert_close(begun, before, rtol=0, atol=1e-6)
+    magnitudes = layer.get_parameter("lora_magnitude_vector.default.weight").detach()
+    torch.testing.assert_close(magnitudes, begun.norm(dim=1), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("targets", "init", "message"),
+    [
+        (["words", "line"], "pissa", r"PEFT does not initialise words \(Embedding\) by pissa"),
+        (["line", "picture"], "orthogonal", r"PEFT does not initialise picture \(Conv2d\) by orthogonal"),
+        (LINEAR, "olora", r"PEFT's olora takes the weight of turned \(Conv1D\) for its transpose"),
+        (["words"], "gaussian", r"init: gaussian has no effect on embeddings.* \(words\)"),
+        (["turned"], "mica", r"the adapter of turned has the rank 8, and its weight \[7, 9\] has 7 parts at most"),
+    ],
+)
+def test_an_initialiser_that_a_layer_cannot_have_is_refused_before_training(
+    targets: list[str], init: str, message: str
+) -> None:
+    with init_empty_weights():
+        model = Net()
+    with pytest.raises(ConfigError, match=message):
+        attach_adapter(model, LoraConfig(r=8, target_modules=targets, init=init))
+
+
+def test_embeddings_that_an_initialiser_passes_over_are_named() -> None:
+    notes = attach_adapter(net(), LoraConfig(r=4, target_modules=["words", "line"], init="gaussian"))
+    assert any("LoRA on words begins as by init: true; PEFT has no gaussian for embeddings" in note for note in notes)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("whose", ["ours", "peft's"])
+def test_mica_trains_one_factor_alone_when_it_is_continued_too(whose: str, tmp_path: Path) -> None:
+    base, directory = saved("llama", tmp_path / "base"), tmp_path / "adapter"
+    if whose == "ours":
+        save_adapter(adapted(tmp_path / "base", LoraConfig(r=4, init="mica"))[0], directory, base=None)
+    else:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="mica", task_type="CAUSAL_LM")
+        peft.get_peft_model(base, config).save_pretrained(str(directory))
+    _, weights, _ = adapted(tmp_path / "base", LoraConfig(load_from=str(directory)), adapter=directory)
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    made = peft.PeftModel.from_pretrained(fresh, str(directory), is_trainable=True)
+    wanted = {name for name, parameter in made.base_model.model.named_parameters() if parameter.requires_grad}
+    assert set(weights.trainable()) == wanted
+    assert wanted
+    assert all("lora_A" in name for name in wanted)
+
+
+def test_mica_begins_over_four_bits(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "base")
+    model, weights, _ = adapted(tmp_path / "base", LoraConfig(r=4, init="mica", base_dtype="nf4"))
+    factors = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
+    assert factors
+    assert all(bool(whole(factor).any()) for factor in factors)
+    assert all("lora_A" in name for name in weights.trainable())
 
 
 # What is adapted.
