@@ -90,12 +90,16 @@ def load_plain(
         supplies: by name; of names that are one parameter, one is enough.
         where: the tensors come from, for messages.
         remedy: what to do about names that do not fit.
-        done: names of submodules that are filled already.
+        done: names of submodules that are filled already, but for what `supplies` has of them.
 
     Raises:
         ModelError: names or shapes do not fit.
     """
-    targets = {target.name: target for target in base_tensors(model) if not _inside(target.name, done)}
+    targets = {
+        target.name: target
+        for target in base_tensors(model)
+        if target.name in supplies or not _inside(target.name, done)
+    }
     check_names(model, supplies, where=where, remedy=remedy, done=done)
     filled: dict[int, str] = {}
     for name, target in targets.items():
@@ -109,7 +113,11 @@ def check_names(
     model: nn.Module, supplies: Mapping[str, Supply], *, where: str, remedy: str, done: Sequence[str] = ()
 ) -> None:
     """Refuse tensors whose names or shapes are not the model's, as far as these are known before they are read."""
-    targets = {target.name: target for target in base_tensors(model) if not _inside(target.name, done)}
+    targets = {
+        target.name: target
+        for target in base_tensors(model)
+        if target.name in supplies or not _inside(target.name, done)
+    }
     given = {id(target.tensor) for name, target in targets.items() if name in supplies}
     missing = [name for name, target in targets.items() if id(target.tensor) not in given]
     unexpected = [name for name in supplies if name not in targets]

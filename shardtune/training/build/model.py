@@ -256,7 +256,8 @@ def load_initial_weights(
         for name, path in found.whole.items():
             part = model.get_submodule(name)
             assert isinstance(part, PreTrainedModel)
-            notes += load_weights(part, path, root=root, **form).notes
+            others = partial(found.from_others, name)
+            notes += load_weights(part, path, root=root, may_lack=others, **form).notes
         load_plain(model, found.supplies, **found.name_check())
         notes += found.notes
         if dtype.itemsize < 4:
@@ -296,12 +297,19 @@ class _Found:
         whole: submodules of transformers whose weights come from a directory of transformers.
         origins: where tensors come from, for messages.
         notes: for the user.
+        parts: the source's entries for submodules and bare parameters; of several that hold a tensor the longest name
+            decides.
     """
 
     supplies: dict[str, Supply]
     whole: dict[str, Path]
     origins: list[str]
     notes: list[str]
+    parts: Mapping[str, Path | None]
+
+    def from_others(self, part: str, names: Iterable[str]) -> set[str]:
+        """Of the names in a submodule of transformers those whose values come from other entries."""
+        return {name for name in names if _join(part, name) in self.supplies}
 
     def pairs(self, model: nn.Module) -> Iterator[tuple[WeightTensor, torch.Tensor]]:
         """The tensors on disk, each with the model's of its name."""
@@ -314,37 +322,36 @@ class _Found:
         """The arguments of messages about names that do not fit."""
         remedy = (
             "let build() make the same parameters each time it is called"
-            if self.origins == [CONSTRUCTOR]
+            if self.origins == [CONSTRUCTOR] and "" in self.parts
             else "give all tensors of the module's state_dict() and no others, or in initial_weights submodules, "
             "{'encoder': path, 'head': None} (None: as the constructor makes it; a parameter of the module itself by "
             "its own name)"
         )
-        return {"where": ", ".join(self.origins), "remedy": remedy, "done": list(self.whole)}
+        where = "initial_weights()" if self.origins == [CONSTRUCTOR] and self.whole else ", ".join(self.origins)
+        return {"where": where, "remedy": remedy, "done": list(self.whole)}
 
 
 def _gather(source: WeightSource, model: nn.Module, build: Build, seed: int, ranks: Ranks) -> _Found:
     """The source of each tensor of a model, after checking names and shapes."""
     parts, supplies = split_source(source, ranks, seed)
-    found = _Found(supplies, {}, ["initial_weights()"] if supplies or not parts else [], [])
-    drawn = []
+    found = _Found(supplies, {}, ["initial_weights()"] if supplies or not parts else [], [], parts)
+    given = set(supplies)
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
     for name, path in parts.items():
-        if path is None and name in tensors:
-            drawn.append(name)
-            continue
-        part = _part(model, name)
+        part = None if path is None and name in tensors else _part(model, name)
         if path is None:
-            drawn.append(name)
-        elif isinstance(part, PreTrainedModel):
+            continue
+        if isinstance(part, PreTrainedModel):
             found.whole[name] = path
         else:
-            supplies |= {_join(name, key): supply for key, supply in in_files(path).items()}
+            stored = {_join(name, key): supply for key, supply in in_files(path).items()}
+            supplies |= {key: stored[key] for key in stored if key not in given and _owner(key, parts) == name}
             found.origins.append(str(path))
+    drawn = [name for name, path in parts.items() if path is None]
     if drawn:
-        given = set(supplies)
 
         def counts(name: str) -> bool:
-            return _belongs(name, drawn) and name not in given and not _belongs(name, found.whole)
+            return name not in given and _owner(name, parts) in drawn
 
         fresh, notes = constructed(build, seed, model, ranks, counts)
         supplies |= {name: supply for name, supply in fresh.items() if counts(name)}
@@ -382,6 +389,11 @@ def _part(model: nn.Module, name: str) -> nn.Module:
 
 def _belongs(name: str, owners: Iterable[str]) -> bool:
     return any(not owner or name == owner or name.startswith(f"{owner}.") for owner in owners)
+
+
+def _owner(name: str, parts: Iterable[str]) -> str | None:
+    """The entry of a source that decides about a tensor: the longest of those that hold it."""
+    return max((part for part in parts if _belongs(name, [part])), key=len, default=None)
 
 
 def _join(prefix: str, name: str) -> str:

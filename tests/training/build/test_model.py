@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import BertConfig, BertModel
 
 from shardtune.batch import LossSum
 from shardtune.config.schema import OptimConfig, ParameterGroup
@@ -366,6 +367,58 @@ def test_names_and_shapes_that_do_not_fit_are_told_with_a_remedy() -> None:
         ModelError, match=r"for 'encoder', which is no submodule of Tied\n.*\n.*it has into, blocks, out"
     ):
         load({"": None, "encoder": None})
+
+
+def test_the_longest_name_decides_where_values_come_from(tmp_path: Path) -> None:
+    """A new head beside a file that has an old one, and a value of its own for a tensor that the file has, too."""
+    stored = {name: tensor + 1 for name, tensor in made("tied").state_dict().items()}
+    save_file({name: tensor for name, tensor in stored.items() if name != "out.weight"}, tmp_path / "all.safetensors")
+    model, _ = build_empty(KINDS["tied"], SEED)
+    fresh, ranks = dict(made("tied").state_dict()), Ranks(0, 1, torch.device("cpu"))
+    bias = next(name for name in stored if name.startswith("blocks") and name.endswith("bias"))
+    load_initial_weights(
+        {"": str(tmp_path / "all.safetensors"), "out.bias": None, bias: lambda: torch.full_like(stored[bias], 7.0)},
+        model, model, build=KINDS["tied"], seed=SEED, dtype=torch.float32, ranks=ranks, device=ranks.device,
+    )  # fmt: skip
+    wanted = {**stored, "out.bias": fresh["out.bias"], bias: torch.full_like(stored[bias], 7.0)}
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+class Joint(nn.Module):
+    """A model of transformers inside another module."""
+
+    def __init__(self, config: BertConfig, *, pools: bool) -> None:
+        super().__init__()
+        self.encoder, self.head = BertModel(config, add_pooling_layer=pools), nn.Linear(8, 3)
+
+
+def test_a_part_of_a_model_of_transformers_may_begin_anew(tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    stored = Joint(config, pools=False).encoder
+    stored.save_pretrained(tmp_path)
+
+    def build() -> nn.Module:
+        return Joint(config, pools=True)
+
+    def begin(source: WeightSource) -> dict[str, torch.Tensor]:
+        model, _ = build_empty(build, SEED)
+        ranks = Ranks(0, 1, torch.device("cpu"))
+        load_initial_weights(
+            source, model, model, build=build, seed=SEED, dtype=torch.float32, ranks=ranks, device=ranks.device
+        )
+        return dict(model.state_dict())
+
+    torch.manual_seed(SEED)
+    fresh, words = build().state_dict(), "encoder.embeddings.word_embeddings.weight"
+    source: dict[str, Any] = {"encoder": str(tmp_path), "encoder.pooler": None, "head": None}
+    found = begin({**source, words: lambda: torch.ones(20, 8)})
+    assert torch.equal(found[words], torch.ones(20, 8))
+    for name in ("encoder.pooler.dense.weight", "head.weight"):
+        assert torch.equal(found[name], fresh[name])
+    name = "encoder.layer.0.output.dense.weight"
+    assert torch.equal(found[f"encoder.{name}"], stored.get_parameter(name))
+    with pytest.raises(ModelError, match=r"2 missing: head\.weight, head\.bias\n.*initial_weights\(\)\n.*'head': None"):
+        begin({"encoder": str(tmp_path), "encoder.pooler": None})
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
