@@ -138,6 +138,7 @@ def attach_adapter(
     _inject(made, model)
     _check_reach(model, names)
     notes += _check_beginning(model, init, "init" if config.load_from is None else "load_from")
+    notes += _not_for_peft(trained)
     for _, wrapper in token_rows(model):
         wrapper.token_adapter.trainable_tokens_original.clear()  # PEFT's copy, for taking rows out of a merged weight
     made.modules_to_save = sorted(trained) or None
@@ -375,6 +376,17 @@ def _check_reach(model: nn.Module, names: Collection[str] | None) -> None:
             where=f"{SECTION}.target_modules",
             remedy="leave it out",
         )
+
+
+def _not_for_peft(trained: Collection[str]) -> list[str]:
+    """Notes on modules trained in full for which PEFT, which goes by the ends of names, takes parts of its layers."""
+    return [
+        f"PEFT cannot load {name} beside LoRA, as it takes each {part} for it by the end of the name: continue and "
+        "evaluate the adapter here, export with --merge, or give the module another name"
+        for name in trained
+        for part in ("lora_dropout", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+        if part.endswith(name)
+    ]
 
 
 def _check_beginning(model: nn.Module, init: bool | str, key: str) -> list[str]:

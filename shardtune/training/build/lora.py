@@ -70,12 +70,19 @@ def adapt(
         notes.append(f"to load the adapter with PEFT, call {call} before PeftModel.from_pretrained")
     empty = all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter))
     afresh: list[str] = []
+    bare: list[str] = []
     if config.lora.load_from is None:
-        afresh = _drawn(model, source(), may_lack) if empty else _not_in_files(model, config.model_path)
+        afresh = _drawn(model, source(), may_lack, bare) if empty else _not_in_files(model, config.model_path)
     elif not is_other(config.lora):
         check_known(stored_config(Path(config.lora.load_from)).trainable_token_indices, tokenizer, config.lora)
     lora, compute = _with_parts(config.lora, new_parts), COMPUTE_DTYPE[config.precision]
     notes += attach_adapter(model, lora, ids, afresh, seed=derive_seed(recipe.runner.seed, "lora"), compute=compute)
+    left = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if still := [name for name in bare if name in left]:
+        notes.append(
+            f"{', '.join(still)}: a parameter that begins as the constructor makes it, and is not trained, as beside "
+            "an adapter whole modules are; to train it, put it into a module of its own"
+        )
     if config.lora.load_from is not None:
         _check_parts(model, config.lora.load_from, new_parts)
     notes += _keep_statistics(model)
@@ -153,8 +160,12 @@ def _check_parts(model: nn.Module, load_from: str, new_parts: Sequence[str]) -> 
             )
 
 
-def _drawn(model: nn.Module, source: WeightSource, may_lack: MayLack | None) -> list[str]:
-    """Modules with random weights while others are loaded from a file, for example a new head."""
+def _drawn(model: nn.Module, source: WeightSource, may_lack: MayLack | None, bare: list[str]) -> list[str]:
+    """Modules with random weights while others are loaded from a file, for example a new head.
+
+    Args:
+        bare: extended by the names of parameters that begin anew as well, are to be trained, and lie in no such module.
+    """
     if may_lack is not None and isinstance(model, PreTrainedModel) and isinstance(source, str | Path):
         new = set(lacking_weights(model, directory_of(source), may_lack))
         return _outermost(model, {name: name in new for name, _ in model.named_parameters()}) if new else []
@@ -165,7 +176,10 @@ def _drawn(model: nn.Module, source: WeightSource, may_lack: MayLack | None) -> 
         for name, _ in model.named_parameters(remove_duplicate=False)
         if (owners := [key for key in source if not key or is_inside(name, [key])])
     }
-    return _outermost(model, random)
+    found = _outermost(model, random)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    bare += [name for name, begins in random.items() if begins and name in trained and not is_inside(name, found)]
+    return found
 
 
 def _not_in_files(model: nn.Module, model_path: str | None) -> list[str]:

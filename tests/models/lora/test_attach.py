@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +266,17 @@ def test_mica_begins_over_four_bits(tmp_path: Path) -> None:
     assert factors
     assert all(bool(whole(factor).any()) for factor in factors)
     assert all("lora_A" in name for name in weights.trainable())
+
+
+def test_a_module_that_peft_cannot_load_beside_lora_is_named() -> None:
+    """It takes `lora_dropout` for a module called `out`."""
+    heads = nn.ModuleDict({"body": nn.Linear(4, 4), "out": nn.Linear(4, 2), "head": nn.Linear(4, 2)})
+    for name, noted in (("out", True), ("head", False)):
+        config = peft.LoraConfig(target_modules=["body"], modules_to_save=[name])
+        with pytest.raises(TypeError) if noted else nullcontext():
+            peft.get_peft_model(deepcopy(heads), config)
+        notes = attach_adapter(deepcopy(heads), LoraConfig(target_modules=["body"], modules_to_save=[name]))
+        assert any("PEFT cannot load out beside LoRA" in note for note in notes) == noted
 
 
 # What is adapted.
@@ -585,6 +598,21 @@ def test_a_new_head_is_trained_in_full_with_a_word(tmp_path: Path) -> None:
         assert any("classifier begins with random weights" in note for note in notes) == trains
         assert adapter_config(model).modules_to_save == (["classifier"] if trains else None)
         assert not model.bert.pooler.dense.base_layer.weight.requires_grad
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_bare_parameter_that_begins_anew_and_is_not_trained_is_named(frozen: bool, tmp_path: Path) -> None:
+    recipe = load_recipe(
+        {"actor": {"model": {"model_path": str(tmp_path), "is_lora": True}}},
+        in_memory=["data.train_data_paths"],
+        files_must_exist=False,
+    )
+    with init_empty_weights():
+        model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+        model.register_parameter("scale", nn.Parameter(torch.ones(4), requires_grad=not frozen))
+    notes = adapt(model, recipe, None, lambda: {"body": tmp_path, "head": None, "scale": None})
+    assert any(note.startswith("scale: a parameter that begins as the constructor") for note in notes) != frozen
+    assert not any("head: a parameter" in note or "head.weight" in note for note in notes)
 
 
 @pytest.mark.parametrize(
