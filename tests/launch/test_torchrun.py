@@ -34,8 +34,9 @@ WAITS = """
 import os, signal, sys, time
 open({started!r}, "a").write("x")
 signal.signal(signal.SIGTERM, lambda number, frame: os._exit(75))
-time.sleep(0.5)
 if os.environ["RANK"] == "0":
+    while os.path.getsize({started!r}) % 2:  # until the other has started, too
+        time.sleep(0.05)
     os._exit({code})
 time.sleep(60)
 """
