@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardtune.config import load_recipe
-from shardtune.training.worker import adapter_worker, cached_rows
+from shardtune.training.worker import adapter_worker, task_answers
 from tests.support.dist.ranks import run_ranks
 from tests.support.workspace import make_workspace
 
@@ -19,7 +19,7 @@ KEYS = ("eval.generate=true", "eval.max_new_tokens=6", "eval.answer_pattern='###
 
 def evaluate(recipe: str, *keys: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics and samples of the untrained model; each rank's samples hold all answers."""
-    cached_rows.GENERATION_ROWS = 2  # 5 rows are 3 batches: two ranks have one without a batch in the last round
+    task_answers.GENERATION_ROWS = 2  # 5 rows are 3 batches: two ranks have one without a batch in the last round
     worker = adapter_worker.SFTWorker(load_recipe(recipe, keys), training=False, report=lambda text: None)
     worker.setup_evaluation()
     return worker.run_eval(), worker.samples
@@ -31,7 +31,7 @@ def both(recipe: str) -> list[tuple[dict[str, float], list[dict[str, Any]]]]:
 
 
 def test_two_ranks_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_rows, "GENERATION_ROWS", 2)
+    monkeypatch.setattr(task_answers, "GENERATION_ROWS", 2)
     recipe = str(make_workspace(tmp_path / "work") / "recipe.yaml")
     metrics, samples = evaluate(recipe, *KEYS)
     assert len(samples) == 5
