@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def adapt(
     config = recipe.actor.model
     ids = new_ids(recipe, tokenizer)
     _refuse_adapted(model, config)
+    _check_names(model, new_parts)
     notes = grow_embeddings(model, ids)
     if not config.is_lora:
         return notes
@@ -147,6 +149,23 @@ def _with_parts(lora: LoraConfig, new_parts: Sequence[str]) -> LoraConfig:
     """The settings of an adapter beside which these modules are trained in full; a stored adapter has its own."""
     added = [] if lora.load_from is not None else [name for name in new_parts if name not in lora.modules_to_save]
     return lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, *added]}) if added else lora
+
+
+def _check_names(model: nn.Module, new_parts: Sequence[str]) -> None:
+    """Refuse anything but names of submodules."""
+    if isinstance(new_parts, str):
+        raise ConfigError(
+            f"new_parts is {new_parts!r}, not a tuple of names", where="new_parts", remedy=f"({new_parts!r},)"
+        )
+    known = dict(model.named_modules())
+    for name in new_parts:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"new_parts names {name!r}, which is no submodule of {type(model).__name__}",
+                where="new_parts",
+                remedy=f"did you mean {near[0]!r}?" if near else "give names of named_modules()",
+            )
 
 
 def _check_parts(model: nn.Module, load_from: str, new_parts: Sequence[str]) -> None:

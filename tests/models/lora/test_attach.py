@@ -600,6 +600,21 @@ def test_a_new_head_is_trained_in_full_with_a_word(tmp_path: Path) -> None:
         assert not model.bert.pooler.dense.base_layer.weight.requires_grad
 
 
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [(["haed"], r"new_parts names 'haed', which is no submodule of ModuleDict(.|\n)*'head'"), ("head", "not a tuple")],
+)
+def test_new_parts_are_submodules(lora: bool, parts: Any, message: str) -> None:
+    values = {"actor": {"model": {"model_path": "base", "is_lora": lora}}}
+    recipe = load_recipe(values, in_memory=["data.train_data_paths"], files_must_exist=False)
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+    with pytest.raises(ConfigError, match=message):
+        adapt(model, recipe, None, new_parts=parts)
+    adapt(model, recipe, None, new_parts=["head"])
+    assert model["head"].weight.requires_grad
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_bare_parameter_that_begins_anew_and_is_not_trained_is_named(frozen: bool, tmp_path: Path) -> None:
     recipe = load_recipe(
