@@ -161,6 +161,8 @@ def _no_file(file: Path) -> ConfigError:
     beside = {one.stem: one for one in file.parent.glob("*") if one.suffix in READ}
     near = difflib.get_close_matches(file.stem, beside, n=1)
     remedy = "give a configuration (YAML, JSON, TOML) of another trainer, or its command: trl sft --learning_rate …"
+    if not file.suffix:  # torchtitan names a function by --config
+        remedy += "; configurations in Python are not converted"
     return ConfigError(
         "this is a directory, no file" if file.is_dir() else "there is no such file",
         where=str(file),
