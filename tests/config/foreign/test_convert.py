@@ -240,3 +240,12 @@ def test_a_token_is_neither_shown_nor_written(of, name: str, token: str, shown: 
     assert "0123" not in found.recipe + found.report
     assert f"{name}: {shown}  ->" in found.report
     assert "eos_token: <|im_end|>" in of("trl", eos_token="<|im_end|>").report
+
+
+def test_a_file_that_is_not_there_has_its_nearest_or_what_is_converted(tmp_path: Path) -> None:
+    (tmp_path / "train_config.yaml").touch()
+    misspelt = run_cli("convert", str(tmp_path / "train_confg.yaml"))
+    assert (misspelt.code, "did you mean" in misspelt.err) == (2, True)
+    assert "train_config.yaml" in misspelt.err
+    of_python = run_cli("convert", "torchrun", "-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_8b")
+    assert (of_python.code, "configurations in Python are not converted" in of_python.err) == (2, True)
