@@ -24,8 +24,8 @@ from shardtune.engine.ranks import GRACE_SECONDS, raise_failure
 from shardtune.engine.ranks_remote import RemoteRanks, stuck_outcome
 from shardtune.errors import ParallelError
 from shardtune.launch.cores import threads_of_rank, waiting
-from shardtune.launch.local import free_port
 from shardtune.launch.module_process import module_command
+from shardtune.launch.port import free_port
 from shardtune.launch.watchdog.verdict import StandReport
 
 END_SECONDS = 5.0

@@ -19,10 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shardtune.errors import Interrupted, ParallelError, ShardtuneError, lost_a_peer
+from shardtune.config.rank_environment import LISTENING
+from shardtune.errors import Interrupted, ShardtuneError, lost_a_peer
 from shardtune.launch.cores import threads_of_rank
 from shardtune.launch.exit_codes import EXIT_DIR, REPORT_DIR, REPORTS, read_exit_codes
 from shardtune.launch.module_process import module_command, module_environment
+from shardtune.launch.port import listening_at
 from shardtune.launch.rank_logs import BEGUN, RankLog, log_file
 from shardtune.launch.signals import LAUNCHER_PID, NOT_REPORTED, SIGNALS, StopSignal, listening
 
@@ -143,21 +145,6 @@ def report_begun() -> None:
         Path(os.environ[REPORT_DIR], BEGUN).touch()
 
 
-def free_port(preferred: int | None) -> int:
-    """A free port, or the preferred one; raises if that is taken."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", preferred or 0))
-        except OSError as error:
-            raise ParallelError(
-                f"port {preferred} cannot be used: {error.strerror}",
-                where=f"runner.master_port = {preferred}",
-                remedy="choose another, or leave runner.master_port out: a free one is chosen",
-            ) from error
-        return int(probe.getsockname()[1])
-
-
 def run_ranks(
     arguments: Sequence[str],
     num_ranks: int,
@@ -182,15 +169,16 @@ def run_ranks(
             been ended.
         RankFailed: a rank failed otherwise; the others have been ended.
     """
-    port = free_port(master_port)
-    with listening() as stop, tempfile.TemporaryDirectory(prefix=f"{REPORTS}s-") as folder, stop.deferred():
+    place = listening_at(master_port)
+    with place, listening() as stop, tempfile.TemporaryDirectory(prefix=f"{REPORTS}s-") as folder, stop.deferred():
         ranks: list[subprocess.Popen[bytes]] = []
         logs: list[RankLog] = []
         try:
             for rank in range(num_ranks):
-                ranks.append(_start(arguments, rank, num_ranks, port, folder, environment or {}, logs_in is not None))
+                ranks.append(_start(arguments, rank, num_ranks, place, folder, environment or {}, logs_in is not None))
                 if logs_in is not None:
                     logs.append(RankLog(ranks[rank], log_file(logs_in, rank), Path(folder, BEGUN)))
+            place.close()  # rank 0 alone holds it now: if it ends, the others are refused there
             codes = _watch(ranks, stop, Path(folder))
         finally:
             for rank in ranks:
@@ -207,7 +195,7 @@ def _start(
     arguments: Sequence[str],
     rank: int,
     num_ranks: int,
-    port: int,
+    place: socket.socket,
     folder: str,
     further: Mapping[str, str],
     piped: bool,
@@ -221,11 +209,13 @@ def _start(
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(place.getsockname()[1]),
         REPORT_DIR: folder,
         EXIT_DIR: folder,
         LAUNCHER_PID: str(os.getpid()),
     }
+    if not rank:
+        environment[LISTENING] = str(place.fileno())
     if piped:
         environment.setdefault("PYTHONUNBUFFERED", "1")  # what was printed is kept, however the rank ends
     stream = subprocess.PIPE if piped else None
@@ -236,6 +226,7 @@ def _start(
         start_new_session=True,
         stdout=stream,
         stderr=stream,
+        pass_fds=() if rank else (place.fileno(),),
     )
 
 

@@ -9,6 +9,8 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
+from shardtune.config.rank_environment import LISTENING
+
 LOOPBACK = ("127.0.0.1", "localhost")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -57,14 +59,17 @@ def _of_this_start(store: dist.Store) -> dist.Store:
 
 def _serve(port: int, world_size: int, timeout: timedelta) -> dist.Store | None:
     """A store on loopback; None where the port is taken, perhaps by a store of this process."""
-    listening = socket.socket()
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((LOOPBACK[0], port))
-        listening.listen(1024)
-    except OSError:
-        listening.close()
-        return None
+    listening = passed_on(port)
+    if listening is None:
+        own = socket.socket()
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            own.bind((LOOPBACK[0], port))
+            own.listen(1024)
+        except OSError:
+            own.close()
+            return None
+        listening = own.detach()
     return dist.TCPStore(
         LOOPBACK[0],
         port,
@@ -72,8 +77,27 @@ def _serve(port: int, world_size: int, timeout: timedelta) -> dist.Store | None:
         is_master=True,
         timeout=timeout,
         multi_tenant=True,
-        master_listen_fd=listening.detach(),
+        master_listen_fd=listening,
     )
+
+
+def passed_on(port: int) -> int | None:
+    """The file of the socket that the launcher has passed on; None without one for this port, or the second time."""
+    number = os.environ.pop(LISTENING, "")
+    try:
+        copy = os.dup(int(number))
+    except (ValueError, OSError):
+        return None
+    try:
+        with socket.socket(fileno=copy) as found:
+            name = found.getsockname()
+    except OSError:  # another file
+        os.close(copy)
+        return None
+    if not isinstance(name, tuple) or name[1] != port:
+        return None
+    os.set_inheritable(int(number), False)
+    return int(number)
 
 
 def _keep_gloo_on_loopback() -> None:

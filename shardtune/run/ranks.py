@@ -12,7 +12,8 @@ from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ConfigError, ParallelError
 from shardtune.launch.elastic import Restarts, run_elastic
-from shardtune.launch.local import free_port, run_ranks
+from shardtune.launch.local import run_ranks
+from shardtune.launch.port import free_port
 from shardtune.launch.signals import StopSignal
 from shardtune.parallel.ranks import choose_device
 from shardtune.run.choose_worker import check_worker, make_worker, worker_class

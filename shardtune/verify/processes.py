@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from shardtune.config import Recipe
-from shardtune.launch.local import free_port
 from shardtune.launch.module_process import module_command
+from shardtune.launch.port import free_port
 from shardtune.verify.result import Failed
 
 RANKS = 2

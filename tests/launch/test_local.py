@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 from importlib.metadata import version
 
 import pytest
 
-from shardtune.errors import CheckpointError, ConfigError, Interrupted, ParallelError, lost_a_peer
+from shardtune.errors import CheckpointError, ConfigError, Interrupted, lost_a_peer
 from shardtune.launch.local import (
     RankFailed,
     RankReport,
     RanksStuck,
     ReportedError,
-    free_port,
     raise_outcome,
     run_ranks,
     write_report,
@@ -86,16 +84,6 @@ def test_without_a_launcher_there_is_no_report(tmp_path, monkeypatch: pytest.Mon
     monkeypatch.setenv("SHARDTUNE_REPORT_DIR", str(tmp_path))
     write_report(3, ConfigError("x"), "x")
     assert [file.name for file in tmp_path.iterdir()] == ["rank_3.json"]
-
-
-def test_a_port_in_use_is_an_error_with_the_way_on() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ParallelError, match=rf"port {port} cannot be used(?s:.*)a free one is chosen"):
-            free_port(port)
-    assert free_port(None) > 0
 
 
 def test_a_rank_that_cannot_report_its_error_has_printed_it() -> None:

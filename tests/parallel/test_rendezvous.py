@@ -72,6 +72,8 @@ def test_ranks_that_torchrun_starts_again_see_nothing_of_the_start_before(monkey
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv(rendezvous.AGENT_STORE, "True")
     monkeypatch.setenv(GLOO_INTERFACE, "lo")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # torch 2.15 compares them
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
     for start in ("0", "1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
         first, second = (meet("127.0.0.1", agent.port, rank, 2, timedelta(seconds=30)) for rank in range(2))
