@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shardtune.cli.interrupt import signals_as_usual, stop_at_once
 from shardtune.launch.signals import NOTHING_TRAINED
+from tests.support.workspace import run_cli
 
 SLOW = """
 import time
@@ -102,3 +104,18 @@ def test_in_the_middle_of_a_command_the_interrupt_comes_after_the_import(tmp_pat
     exit_code, told = interrupted([sys.executable, str(tmp_path / "work.py")], began, tmp_path)
     assert (exit_code, told) == (0, "interrupted\n")
     assert ended.exists(), "the import was broken off"
+
+
+def test_in_the_command_itself_signals_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the training a signal would otherwise end it as if nothing had been trained."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["shardtune", "train"])
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        stop_at_once()
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert run_cli("train", "missing.yaml").code == 2
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signals_as_usual()
+        signal.signal(signal.SIGTERM, before)

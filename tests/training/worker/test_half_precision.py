@@ -181,6 +181,14 @@ def test_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
             RoundedRuns(precision, alone, alone, found, found, True).check()
 
 
+class ScalingTwice(Scaling):
+    """Goes on with the next rows where an update was skipped."""
+
+    def run_training(self) -> dict[str, float]:
+        skipped = super().run_training()
+        return {f"{name}_of_skipped": value for name, value in skipped.items()} | super().run_training()
+
+
 def scaled(folder: str, backend: str) -> tuple[list[float], list[float], list[str]]:
     """Scales and norms of two steps, the first skipped, and what was reported."""
     values: dict[str, Any] = {
@@ -208,3 +216,20 @@ def test_a_step_that_a_workers_gradient_scaler_skips_is_a_step(tmp_path: Path) -
         assert not np.isfinite(norms[0])
         assert norms[1] == pytest.approx(one[1][1], rel=5e-3)
         assert not any("is not scaled" in line for line in said)
+
+
+def test_after_a_skipped_update_a_worker_clips_once_more(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbers()))
+    values = {
+        "global_batch_size": 4 * MICRO,
+        "micro_batch_size": MICRO,
+        "model": {"precision": "fp16"},
+        "data": {"train_data_paths": f"{tmp_path}/rows.jsonl"},
+        "runner": {"max_steps": 1},
+        "worker": f"{__file__}:ScalingTwice",
+    }
+    worker = make_worker(load_recipe(values), report=lambda line: None)
+    worker.setup()
+    found = training_method(worker)()
+    assert not np.isfinite(found["train/norm_of_skipped"])
+    assert np.isfinite(found["train/norm"])
