@@ -84,7 +84,7 @@ def test_rows_with_equal_tokens_on_both_sides_of_a_split(tmp_path: Path, monkeyp
         assert len(train) + len(held_out) == len(rows)
         both = sum(tokens in train for tokens in held_out)
         found = [line for line in said if "the tokens of a training row" in line]
-        assert len(found) == (both > 0)
+        assert len(found) == (both > 0), "found"
         assert all(f"data.eval_split: {both} of {len(held_out)} held out rows have" in line for line in found)
         for line in found:
             first, second = re.findall(r"rows\.jsonl:(\d+)", line)
@@ -96,6 +96,10 @@ def test_rows_with_equal_tokens_on_both_sides_of_a_split(tmp_path: Path, monkeyp
     assert lines([{**row, "id": number} for number, row in enumerate(rows[:20])]) == []
     monkeypatch.setattr("shardtune.data.prepare.BLOCK_TOKENS", 50)
     assert lines([{**row, "id": number} for number, row in enumerate(rows)])
+    monkeypatch.setattr("shardtune.data.prepare.COMPARED_TOKENS", 50)  # of more the audit alone finds them
+    with pytest.raises(AssertionError, match="found"):
+        lines([{**row, "id": number} for number, row in enumerate(rows)])
+    assert not [line for line in said if "the tokens of a training row" in line]
 
 
 class Noisy(Regressor):

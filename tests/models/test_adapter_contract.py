@@ -112,6 +112,12 @@ def test_helpers_that_other_methods_call_may_have_such_names():
     check_adapter_class(Helped, "the recipe")
 
 
+def test_a_method_that_a_class_beside_the_adapters_calls_is_its_own():
+    module = type("Module", (), {"configure_optimizers": lambda self: None})
+    kind = type("Mine", (made(configure_optimizers=lambda self: None), module), {})
+    check_adapter_class(kind, "the recipe")
+
+
 def test_a_class_that_lacks_methods_is_told_which():
     with pytest.raises(ConfigError, match="the adapter Pairs lacks build, encode, outputs, step_loss"):
         check_adapter_class(type("Pairs", (WholeStepAdapter,), {}), "the recipe")

@@ -242,6 +242,13 @@ def test_a_token_is_neither_shown_nor_written(of, name: str, token: str, shown: 
     assert "eos_token: <|im_end|>" in of("trl", eos_token="<|im_end|>").report
 
 
+def test_a_value_of_the_environment_is_in_the_recipe_where_it_is_set(of, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_RATE", "0.125")
+    found = of("trl", learning_rate="${oc.env:MY_RATE}")
+    assert "lr: 0.125" in found.recipe
+    assert "learning_rate: ${oc.env:MY_RATE}  ->" in found.report
+
+
 def test_a_file_that_is_not_there_has_its_nearest_or_what_is_converted(tmp_path: Path) -> None:
     (tmp_path / "train_config.yaml").touch()
     misspelt = run_cli("convert", str(tmp_path / "train_confg.yaml"))

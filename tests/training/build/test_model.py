@@ -384,6 +384,30 @@ def test_the_longest_name_decides_where_values_come_from(tmp_path: Path) -> None
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_of_two_files_that_of_the_part_decides(whole_first: bool, tmp_path: Path) -> None:
+    """In whatever order they are given; a part whose file lacks a tensor is not drawn by an entry for everything."""
+    stored = {key: tensor.clone() for key, tensor in made("tied").state_dict().items()}
+    name = next(name for name in stored if name.startswith("blocks"))
+    part = {key.removeprefix("blocks."): tensor + 2.0 for key, tensor in stored.items() if key.startswith("blocks.")}
+    save_file({key: tensor for key, tensor in stored.items() if key != "out.weight"}, tmp_path / "all.safetensors")
+    save_file(part, tmp_path / "part.safetensors")
+    ranks = Ranks(0, 1, torch.device("cpu"))
+
+    def begun(source: WeightSource) -> dict[str, torch.Tensor]:
+        model, _ = build_empty(KINDS["tied"], SEED)
+        form: dict[str, Any] = {"seed": SEED, "dtype": torch.float32, "ranks": ranks, "device": ranks.device}
+        load_initial_weights(source, model, model, build=KINDS["tied"], **form)
+        return dict(model.state_dict())
+
+    entries = {"": str(tmp_path / "all.safetensors"), "blocks": str(tmp_path / "part.safetensors")}
+    found = begun(entries if whole_first else dict(reversed(entries.items())))
+    assert torch.equal(found[name], stored[name] + 2)
+    save_file(dict(list(part.items())[1:]), tmp_path / "part.safetensors")
+    with pytest.raises(ModelError, match="1 missing"):
+        begun({**entries, "": None})
+
+
 class Joint(nn.Module):
     """A model of transformers inside another module."""
 

@@ -297,3 +297,34 @@ def test_an_optimizer_of_a_workers_own_that_changes_nothing_is_said_or_refused()
     assert "none of its parameters has a gradient" in line
     with pytest.raises(ModelError, match=r"changes .*head\.weight.* beside self\.optimizer\.step\(\)"):
         with_second("TwoOptimizers", precision="bf16")
+
+
+class Nested(torch.optim.SGD):
+    """Steps another optimizer within."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class OneOfSeveral(TwoOptimizers):
+    """Its only optimizer is the run's, which steps another one within."""
+
+    def run_training(self) -> dict[str, float]:
+        (self.get_train_model_output(next(self.data_iter)) * (own.MICRO / own.GLOBAL)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {}
+
+
+def test_the_parts_of_the_runs_own_optimizer_are_none_of_the_workers() -> None:
+    lines: list[str] = []
+    worker = OneOfSeveral(recipe("OneOfSeveral", f"{__file__}:Nested"))
+    worker.setup()
+    worker.report = lines.append
+    training_method(worker)()
+    worker.release()
+    assert not any("of its own" in line for line in lines)
