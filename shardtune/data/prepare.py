@@ -155,9 +155,7 @@ def prepare_data(
         else:
             rows = build(train_spec, "train", splits and recipe.eval.generate)
             if splits:
-                rows, evals[""] = rows.split_by_hash(data.eval_split)
-                for line in notes_on_both_sides(rows, evals[""]):
-                    report(f"data: {line}")
+                rows, evals[""] = _split(rows, data.eval_split, report)
             _require_rows(rows, "data.train_data_paths", train_spec)
             if training and data.quarantine is not None:
                 rows = without_quarantined(rows, Path(data.quarantine), held_out=evals.get(""), report=report)
@@ -211,6 +209,14 @@ def _note_on_draws(part: str, *, compared: bool) -> str:
         f"follow from the row; with those of others a run that continues without this cache {without}. To draw anew in "
         "each step, repeatably: batch.rand_like and batch.randn_like in loss"
     )
+
+
+def _split(rows: TokenDataset, share: float, report: Callable[[str], None]) -> tuple[TokenDataset, TokenDataset]:
+    """The training rows and those held out; rows that are on both sides are reported."""
+    train, held_out = rows.split_by_hash(share)
+    for line in notes_on_both_sides(train, held_out):
+        report(f"data: {line}")
+    return train, held_out
 
 
 def notes_on_both_sides(train: TokenDataset, held_out: TokenDataset) -> Iterator[str]:
