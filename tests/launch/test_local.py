@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from importlib.metadata import version
 
 import pytest
 
 from shardtune.errors import CheckpointError, ConfigError, Interrupted, lost_a_peer
+from shardtune.launch import local
 from shardtune.launch.local import (
     RankFailed,
     RankReport,
@@ -16,6 +20,7 @@ from shardtune.launch.local import (
     run_ranks,
     write_report,
 )
+from shardtune.launch.port import free_port
 
 PEER = RankReport(0, 2.0, False, True, "Connection closed by peer")
 BUG = RankReport(1, 1.0, False, False, "Traceback: ValueError: on purpose")
@@ -89,3 +94,21 @@ def test_without_a_launcher_there_is_no_report(tmp_path, monkeypatch: pytest.Mon
 def test_a_rank_that_cannot_report_its_error_has_printed_it() -> None:
     with pytest.raises(ReportedError, match="rank 1 has ended with the error that it has printed"):
         raise_outcome([1, 2], [], stop_sent=False)
+
+
+def test_the_launcher_does_not_keep_the_port_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If rank 0 ends, the others are to be refused there, and not to wait for an answer."""
+    started: list[int] = []
+
+    def start(_arguments: object, _rank: int, _ranks: int, place: socket.socket, *_: object) -> subprocess.Popen[bytes]:
+        started.append(place.getsockname()[1])
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    def watch(*_: object) -> list[int]:
+        assert [free_port(port) for port in started] == started
+        return [0, 0]
+
+    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(local, "_watch", watch)
+    run_ranks(["train"], 2)
+    assert len(started) == 2
