@@ -12,6 +12,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from hashlib import blake2b
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -112,12 +113,21 @@ def named_errors(spec: str, key: str, doing: str = "") -> Iterator[None]:
         ) from error
 
 
-def names_in(function: object) -> set[str]:
-    """The names of attributes and globals that a function's code refers to; empty for anything else.
+def function_of(member: object) -> object:
+    """The function of a member of a class: of a method or property; anything else itself."""
+    if isinstance(member, property):
+        return member.fget
+    if isinstance(member, cached_property):
+        return member.func
+    return member.__func__ if isinstance(member, staticmethod | classmethod) else member
+
+
+def names_in(member: object) -> set[str]:
+    """The names of attributes and globals that a function's or method's code refers to; empty for anything else.
 
     What a decorator wraps counts too, with "super": the wrapper calls it.
     """
-    found, waiting = set[str](), list[CodeType]()
+    function, found, waiting = function_of(member), set[str](), list[CodeType]()
     while inspect.isfunction(function):
         waiting.append(function.__code__)
         wrapped = vars(function).get("__wrapped__")

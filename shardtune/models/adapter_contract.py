@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from functools import cached_property
 
 from pydantic import BaseModel
 from torch import nn
@@ -14,7 +13,7 @@ from shardtune.config.checks.actions import OF_STATISTICS, idle_columns
 from shardtune.config.keys import KEYS, is_free_mapping, nearest
 from shardtune.config.other_trainers import OF_ADAPTERS
 from shardtune.config.schema import long_key, present_key, short_key
-from shardtune.config.user_code import check_call, names_in
+from shardtune.config.user_code import check_call, function_of, names_in
 from shardtune.data.robot.returns import RETURN
 from shardtune.errors import ConfigError
 from shardtune.models.action.acting import ActingAdapter
@@ -238,7 +237,7 @@ def _sections_of(key: str) -> list[str]:
 def _check_method(kind: type[Adapter], name: str, found: object, where: str) -> None:
     """Check that a method can be called with its documented arguments."""
     call = f"{kind.__name__}.{name}({CALLS[name]})"
-    function = _function(found)
+    function = function_of(found)
     if not callable(function):
         raise ConfigError(
             f"{kind.__name__}.{name} is {_describe(found)}, not a method", where=where, remedy=f"write {call}"
@@ -301,16 +300,7 @@ def _check_no_whole_step(kind: type[Adapter], written: Mapping[str, object], whe
 
 def _is_used(name: str, written: Mapping[str, object]) -> bool:
     """Whether another method of the class names it."""
-    return any(name in names_in(_function(found)) for key, found in written.items() if key != name)
-
-
-def _function(found: object) -> object:
-    """The function of a method or property."""
-    if isinstance(found, property):
-        return found.fget
-    if isinstance(found, cached_property):
-        return found.func
-    return found.__func__ if isinstance(found, staticmethod | classmethod) else found
+    return any(name in names_in(found) for key, found in written.items() if key != name)
 
 
 def _check_called(kind: type[Adapter], name: str, where: str) -> None:

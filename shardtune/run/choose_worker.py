@@ -30,6 +30,7 @@ from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.build_dataloader import check_build_dataloader
 from shardtune.training.worker.sft_trainer import SFTTrainer
+from shardtune.training.worker.worker_class import check_worker_names
 
 MODEL_TYPE, WORKER = "actor.model.model_type", "actor.worker"
 READS_MODEL = {"get_model", "super", "cfg", "recipe"}
@@ -237,6 +238,7 @@ def check_worker(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
     Raises:
         ConfigError: keys that it would ignore, or a `build_dataloader` that cannot be called as the recipe needs it.
     """
+    check_worker_names(kind, FSDPSftWorker)
     check_signatures(kind)
     check_keys(recipe, kind)
     _check_loader(recipe, kind)

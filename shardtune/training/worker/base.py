@@ -57,7 +57,7 @@ from shardtune.training.worker.user_batches import UserBatches
 from shardtune.training.worker.user_errors import of_step
 from shardtune.training.worker.user_evaluation import EvalOutput
 from shardtune.training.worker.user_task import UserTask, training_paths
-from shardtune.training.worker.worker_class import check_worker_class
+from shardtune.training.worker.worker_class import check_worker_class, check_worker_names
 
 LONG_STEP = 10.0
 """Seconds of a step from which on looking for its bad rows is announced."""
@@ -108,6 +108,7 @@ class FSDPSftWorker(ABC):
         check_worker_class(cls)
 
     def __init__(self, cfg: DictConfig | Recipe) -> None:
+        check_worker_names(type(self), FSDPSftWorker)
         self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         vars(self).pop("cfg", None)  # of a subclass that assigned what it was given, before defaults were filled in
         runner = self.recipe.runner

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from inspect import isfunction
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch.seeds import seeded
 from shardtune.config import Recipe, load_recipe
-from shardtune.config.user_code import names_in
 from shardtune.data.loader.padding import ATTENTION_MASK, INPUT_IDS, LABELS, WEIGHTS
 from shardtune.data.prepare import PreparedData
 from shardtune.data.sources.memory_rows import is_table
@@ -28,6 +26,7 @@ from shardtune.training.worker.padded_task import METRICS, BatchMetrics, PaddedM
 from shardtune.training.worker.task import Task
 from shardtune.training.worker.user_errors import explaining
 from shardtune.training.worker.user_evaluation import EvalOutput
+from shardtune.training.worker.worker_class import check_worker_names
 
 MODES = ("train", "eval", "sample")
 MICRO_BATCH = "actor.micro_batch_size"
@@ -76,16 +75,6 @@ class PaddedTrainer(SFTWorker):
     }
     get_batch_logps = staticmethod(get_batch_logps)
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name in set(INSTEAD) & vars(cls).keys():
-            others = (member for other, member in vars(cls).items() if other != name)
-            if isfunction(vars(cls)[name]) and not any(name in names_in(member) for member in others):
-                raise TypeError(
-                    f"{cls.__name__}.{name} would never be called, as HALOs' trainer does. {INSTEAD[name]}; a method "
-                    "that the class calls itself may have the name"
-                )
-
     def __init__(
         self,
         config: DictConfig | Recipe,
@@ -100,6 +89,7 @@ class PaddedTrainer(SFTWorker):
         training: bool = True,
         report: Callable[[str], None] = print,
     ) -> None:
+        check_worker_names(type(self), PaddedTrainer, INSTEAD)
         train_dataset, train_data = _batches_or_rows("train", train_dataset, train_data)
         eval_dataset, eval_data = _batches_or_rows("eval", eval_dataset, eval_data)
         held = {

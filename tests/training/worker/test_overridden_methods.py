@@ -254,19 +254,6 @@ def test_a_loader_may_be_wrapped(tiny: Tiny) -> None:
 # -- What nothing would call is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["summary", "export", "step", "weights", "finished", "evaluates", "generator"])
-def test_what_cannot_be_overridden_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"Mine\.{name} would never be called"):
-        type("Mine", (SFTWorker,), {name: lambda self: None})
-
-
-def test_neither_can_a_mixin_override_it() -> None:
-    mixin = type("Mixin", (), {"summary": lambda self: None})
-    with pytest.raises(TypeError, match=r"Mine\.summary would never be called"):
-        type("Mine", (mixin, SFTWorker), {})
-    type("Fine", (type("Mixin", (), {"run_eval": lambda self: {}}), SFTWorker), {})
-
-
 def _evaluates_alone(self: SFTWorker) -> dict[str, float]:
     return {"eval/own": 1.0}
 
@@ -367,33 +354,3 @@ def test_a_model_that_is_no_root_is_refused(tiny: Tiny) -> None:
     kind = type("Mine", (SFTWorker,), {"model_provider_func": provide})
     with pytest.raises(ModelError, match="model_provider_func returned a Linear, not an adapter's root"):
         kind(load_recipe(tiny.recipe()), report=lambda text: None).setup()
-
-
-@pytest.mark.parametrize("name", ["loss_weight", "run_train", "save_checkpoints", "model_provider", "set_up"])
-def test_a_misspelt_method_is_refused(name: str):
-    with pytest.raises(TypeError, match=rf"Mine\.{name} would never be called\. Did you mean"):
-        type("Mine", (own.Task,), {name: lambda self, *arguments: None})
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("configure_optimizers", r"optim\.name"),
-        ("training_step", "get_train_model_output"),
-        ("on_train_end", "callbacks"),
-    ],
-)
-def test_a_method_that_another_trainer_calls_is_refused(name: str, instead: str):
-    with pytest.raises(TypeError, match=rf"Mine\.{name} would never be called\. .*{instead}.*\. The name of a helper"):
-        type("Mine", (own.Task,), {name: lambda self, *arguments: None})
-    mixin = type("Mixin", (), {name: lambda self, *arguments: None})  # another trainer's class calls it
-    type("Fine", (own.Task, mixin), {name: lambda self, *arguments: None})
-
-
-def test_a_helper_that_another_method_calls_may_have_such_a_name():
-    class Mine(own.Task):
-        def loss_weight(self, batch: Any) -> float:
-            return 1.0
-
-        def get_train_model_output(self, batch: Any) -> Any:
-            return super().get_train_model_output(batch) * self.loss_weight(batch)
