@@ -8,11 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -20,6 +17,7 @@ from shardtune.errors import ModelError
 from shardtune.parallel.buffers import Buffers, KeptBuffers
 from shardtune.parallel.compiled_buffers import CompiledBuffers
 from shardtune.parallel.full_precision import full_precision_parameters
+from shardtune.parallel.gradient_sums import sum_parts, sum_whole
 from shardtune.parallel.masters import Masters
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE, SUM_DTYPE
 from shardtune.parallel.ranks import Ranks
@@ -405,18 +403,8 @@ class Weights:
     def sync_replicated_gradients(self) -> None:
         """Synchronise replicated tensors over ranks, after the backward pass of a step's last micro-batch.
 
-        That is: sum the gradients of replicated parameters, and agree on the buffers that forwards have changed.
-
-        Once per step, because `.grad` accumulates. Worked example: the two tensor ranks of a layer both hold the weight
-        of a norm of queries, and each uses it on its own heads. Micro-batch 1 gives gradients 1 and 2 there,
-        micro-batch 2 gives 10 and 20. After both backward passes the ranks hold 11 and 22; one sum makes it 33 on both,
-        which is right. transformers' hook sums `.grad` in each backward pass: 1 + 2 = 3 on both after the first, then
-        3 + 10 and 3 + 20, whose sum is 36. With T tensor ranks it counts micro-batch k of n T ** (n - k) times.
-
-        Two kinds are summed differently. `partial` (the example): each tensor rank has a part, so they are summed over
-        tensor ranks, while FSDP sums their shards over the others. Whole parameters that no plan cuts (scalars, norms
-        in full precision): tensor ranks have computed the same gradient, so only tensor rank 0 contributes its own to
-        the sum over all ranks; with every rank's it would be too large by a factor of the number of tensor ranks.
+        That is: sum the gradients of replicated parameters, and agree on the buffers that forwards have changed. Once
+        per step, because `.grad` accumulates.
         """
         self._buffers.agree()
         if self._ranks.mesh is None:
@@ -424,34 +412,10 @@ class Weights:
         if self._uncompared:
             others = {name: each for name, each in self.trainable().items() if name not in self._partial}
             self._uncompared = not check_whole_gradients(others, self._ranks)
-        self._sum_partial()
-        whole = {name: self.parameters[name] for name in self._whole if self.parameters[name].requires_grad}
-        if not whole:
-            return
-        # A parameter that no rank used keeps no gradient, so that the optimizer skips it (no weight decay, no moments).
-        used = torch.tensor([parameter.grad is not None for parameter in whole.values()], device=self._ranks.device)
-        contributes = self._ranks.tensor_rank == 0
-        grads = [
-            p.grad if p.grad is not None and contributes else torch.zeros_like(p, dtype=self._sums)
-            for p in whole.values()
-        ]
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0].dtype)])
-        dist.all_reduce(flat)
-        pieces = flat.split([*(grad.numel() for grad in grads), len(whole)])
-        for parameter, piece, users in zip(whole.values(), pieces, pieces[-1].tolist(), strict=False):
-            parameter.grad = piece.view_as(parameter).clone() if users else None
-
-    def _sum_partial(self) -> None:
-        """Sum over tensor ranks the gradients of which each has a part; shards lie alike on all of them."""
-        if self._ranks.layout.tensor == 1:
-            return
-        grads = [local(grad) for name in self._partial if (grad := self.parameters[name].grad) is not None]
-        if not grads:
-            return
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=self._ranks.tensor_mesh.get_group())
-        for grad, piece in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(piece.view_as(grad))
+        if parts := [local(grad) for name in self._partial if (grad := self.parameters[name].grad) is not None]:
+            sum_parts(parts, self._ranks)
+        if whole := [self.parameters[name] for name in self._whole if self.parameters[name].requires_grad]:
+            sum_whole(whole, self._sums, self._ranks)
 
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:
