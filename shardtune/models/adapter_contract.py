@@ -35,6 +35,7 @@ CALLS = {
     "predictions": "model, batch",
     "initial_weights": "",
     "examples": "",
+    "collate": "samples, rows, weights",
 }
 """The methods that authors write, and the arguments they are called with."""
 UNCALLED_IN_WHOLE_STEPS = ("loss", "train_loss", "evaluate", "metrics")
@@ -51,7 +52,7 @@ CALLED_BY = {
 }
 """What authors write, and the method of `Adapter` that calls or reads it, which a class may override too."""
 DECLARED = ("Options", "padding", "unit_classes", "image_fields", "reads", "normalization_mapping")
-FURTHER = ("tensor_plan", "encoding_settings", "augmented", "new_weights", "processor")
+FURTHER = ("collate", "tensor_plan", "encoding_settings", "augmented", "new_weights", "processor")
 """What few authors write: a helper may have a name like one of these, if another method uses it."""
 OF_WHOLE_STEPS = ("outputs", "step_loss", "evaluation_rows")
 """What a `WholeStepAdapter` alone has."""

@@ -137,7 +137,7 @@ def check_changes(
         was, is_now = before.get(key), now.get(key)
         if was == is_now or is_free(key):
             continue
-        if _moved(was, is_now):
+        if has_moved(was, is_now):
             notes.append(f"{key}: moved to {as_written(is_now)}")
         elif key in LARGER and has_grown(key, old, recipe):
             notes.append(f"{key}: {as_written(was)} -> {as_written(is_now)}; the schedule's horizon moves with it")
@@ -171,16 +171,17 @@ def _drop_emptied(before: dict[str, Any], now: dict[str, Any]) -> None:
             del one[key]
 
 
-def _moved(was: object, now: object) -> bool:
+def has_moved(was: object, now: object) -> bool:
     """Whether a value differs only in paths that no longer exist, because the project was moved.
 
     The files are compared by content: data, template and tokenizer in `check_same_data`; the weights come from the
     checkpoint.
     """
     if isinstance(was, list) and isinstance(now, list):
-        return len(was) == len(now) and all(old == new or _moved(old, new) for old, new in zip(was, now, strict=True))
+        pairs = zip(was, now, strict=False)
+        return len(was) == len(now) and all(old == new or has_moved(old, new) for old, new in pairs)
     if isinstance(was, dict) and isinstance(now, dict):
-        return was.keys() == now.keys() and all(was[key] == now[key] or _moved(was[key], now[key]) for key in was)
+        return was.keys() == now.keys() and all(was[key] == now[key] or has_moved(was[key], now[key]) for key in was)
     if not isinstance(was, str) or not isinstance(now, str):
         return False
     old, new = Path(was.partition(":")[0]), Path(now.partition(":")[0])

@@ -102,7 +102,14 @@ class Run:
         Raises:
             ConfigError: it names code that this user has neither trained with nor named as trusted.
         """
-        recipe = self.recipe
+        return self.consented(self.recipe)
+
+    def consented(self, recipe: Recipe) -> Recipe:
+        """A recipe of this run, as it was at some time, whose code may be executed.
+
+        Raises:
+            ConfigError: it names code that this user has neither trained with nor named as trusted.
+        """
         if not self._trained_here:
             require_consent(recipe, self._trust, self.dir / CONFIG)
         return recipe

@@ -74,6 +74,7 @@ def forgetful(self: Any, recipe: Any, tokenizer: Any = None) -> None:
         ),
         ({"loss": lambda self, batch: None}, r"Mine.loss takes other arguments.*called as Mine.loss\(model, batch\)"),
         ({"loss": staticmethod(lambda model: None)}, r"Mine.loss takes other arguments.*Mine.loss\(model, batch\)"),
+        ({"collate": lambda self, samples: None}, r"called as Mine.collate\(samples, rows, weights\)"),
         ({"examples": [{"x": 1}]}, r"Mine.examples is \[\{'x': 1\}\], not a method.*write Mine.examples\(\)"),
         ({"__init__": lambda self: None}, r"called as Mine.__init__\(recipe, tokenizer\)"),
         ({"Options": Plain}, "Mine.Options is the class Plain, not a class of pydantic.*Options = Options"),

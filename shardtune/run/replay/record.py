@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardtune.checkpoint.records import intact_copy
 from shardtune.checkpoint.state_file import saved_step
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.checkpoint.training_state import read_training_state
@@ -17,7 +18,7 @@ from shardtune.data.loader.protocol import DataState
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.launch.events import ANOMALY, BEGINS, EVENTS
-from shardtune.run.identity import read_manifest
+from shardtune.run.identity import CONFIG, MANIFEST, read_manifest
 from shardtune.training.loggers import read_metrics
 
 LOSS, NORM = "train/loss", "train/grad_norm"
@@ -94,10 +95,44 @@ class Record:
     def ranks(self, step: int) -> int:
         """The ranks on which a step was trained; the last ones where that is not recorded."""
         known = int(read_manifest(self.run_dir).get("world_size", 1))
-        for event in self._events:
-            if event.get("event") in BEGINS and int(event["step"]) < step and event.get("ranks"):
+        for event in self._begun:
+            if int(event["step"]) < step and event.get("ranks"):
                 known = int(event["ranks"])
         return known
+
+    def between_starts(self, step: int) -> tuple[int, int | None]:
+        """The step after which the run was started or continued to train `step`, and the next such; None: no other."""
+        begun = [int(event["step"]) for event in self._begun]
+        mine = max((place for place, done in enumerate(begun) if done < step), default=-1)
+        return begun[mine] if mine >= 0 else 0, min(begun[mine + 1 :], default=None)
+
+    def recipe_at(self, step: int) -> Path | None:
+        """The recipe with which a step was trained, if it was another time than the last and a checkpoint has it."""
+        return self._copy(step, CONFIG)
+
+    def uncertain_settings(self, step: int, start: Start) -> list[str]:
+        """Why a step, replayed from a checkpoint, may have been trained with other settings than those taken."""
+        after, end = self.between_starts(step)
+        notes = []
+        if end is not None and self.recipe_at(step) is None:
+            notes.append(
+                f"the run went on after step {end}, and no checkpoint is left of steps {after + 1} to {end}, with "
+                "their recipe: if settings were changed then, these numbers are those of the later ones"
+            )
+        if start.step < after:
+            notes.append(
+                f"the run went on after step {after}: if settings or the number of ranks were changed then, the steps "
+                f"from {start.step + 1} to {after} were trained otherwise than here"
+            )
+        return notes
+
+    def _copy(self, step: int, name: str) -> Path | None:
+        """A file of the run as it was when a step was trained; None if that was the last time, or is not known."""
+        after, end = self.between_starts(step)
+        if end is None:
+            return None
+        folders = (self._store.path(done) for done in self._store.steps() if after < done <= end)
+        return next((file for file in (intact_copy(folder, name) for folder in folders) if file is not None), None)
 
     def stopped_before(self, step: int) -> DataState | None:
         """The position before a step that the run has tried last, and whose numbers were wrong; None if it was not."""
@@ -109,6 +144,11 @@ class Record:
                 found = DataState(int(event["epoch"]), int(event["rows_consumed"]))
         return found
 
+    @property
+    def _begun(self) -> list[dict[str, Any]]:
+        """The events of its starts and continuations."""
+        return [event for event in self._events if event.get("event") in BEGINS]
+
     @cached_property
     def _events(self) -> list[dict[str, Any]]:
         found, file = [], self.run_dir / EVENTS
@@ -117,11 +157,15 @@ class Record:
                 found.append(json.loads(line))
         return found
 
-    def data_files(self, start: Start) -> Sequence[Mapping[str, object]]:
-        """The training files with their hashes, as they were at a checkpoint or when the run was last started."""
-        if start.state:
-            return start.state["data_files"]
-        return read_manifest(self.run_dir).get("data", {}).get("train", [])
+    def data_files(self, start: Start, step: int) -> list[Sequence[Mapping[str, object]]]:
+        """The training files with their hashes, as they were at a checkpoint, and when the run went on to a step."""
+        copy = self._copy(step, MANIFEST)
+        manifest = read_manifest(self.run_dir) if copy is None else json.loads(copy.read_text(encoding="utf-8"))
+        then = manifest.get("data", {}).get("train", [])
+        if not start.state:
+            return [then]
+        at_start = start.state["data_files"]
+        return [at_start] if start.step > self.between_starts(step)[0] else [at_start, then]
 
     # Where to begin.
 

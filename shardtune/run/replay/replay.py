@@ -19,10 +19,11 @@ from shardtune.parallel.ranks import leave_ranks
 from shardtune.run.api import Run, load_run
 from shardtune.run.choose_worker import NOTHING, Objects
 from shardtune.run.display import Display
-from shardtune.run.replay.measure import Measured, measure
+from shardtune.run.replay.measure import CLOSE, Measured, measure
 from shardtune.run.replay.place import Place, RowLine, lines_of, place_of
 from shardtune.run.replay.record import LOSS, Record, Start, check_step
 from shardtune.run.replay.session import at, check_data, made_worker, stand_for
+from shardtune.run.replay.settings import settings_of
 from shardtune.run.train_rank import deterministic
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.cached_rows import CachedRowsTask
@@ -121,10 +122,11 @@ def replay(
     recipe, record, screen = found.executable_recipe(), Record(found.dir), display or Display()
     with recipe.spelling.in_errors():
         check_step(record, step)
+        recipe = found.consented(settings_of(recipe, record, step))
         start, ranks = record.start(step, checkpoint), record.ranks(step)
         worker = made_worker(recipe, record, objects, screen.report)
         try:
-            check_data(worker, record, start)
+            check_data(worker, record, start, step)
             notes = stand_for(worker, recipe, ranks)
             listed, place = _listed(worker, record, start, step, ranks)
             if only_rows:
@@ -180,6 +182,9 @@ def _computed(
     if measured.problem:
         notes.append(f"training passes this step over: {measured.problem}")
     rows = [_with_losses(line, measured) for line in listed.rows]
+    logged = listed.recorded.get(LOSS)
+    if logged is not None and not _apart(logged, measured.metrics[LOSS]) <= CLOSE:
+        notes.extend(record.uncertain_settings(listed.step, start))
     return replace(
         listed,
         rows=rows,

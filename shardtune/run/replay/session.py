@@ -90,18 +90,18 @@ def made_worker(recipe: Recipe, record: Record, objects: Objects, report: Callab
     return worker
 
 
-def check_data(worker: FSDPSftWorker, record: Record, start: Start) -> None:
-    """Refuse rows that are not those of the run.
+def check_data(worker: FSDPSftWorker, record: Record, start: Start, step: int) -> None:
+    """Refuse rows that are not those of the run, at its checkpoint or, where it went on with others, behind it.
 
     Raises:
         CheckpointError: names what has changed.
     """
-    recorded = record.data_files(start)
-    worker.task.recall_files(recorded)
-    changes = data_changes(recorded, worker.task.data_files())
-    if changes:
+    recorded = record.data_files(start, step)
+    worker.task.recall_files(recorded[0])
+    changes = [data_changes(files, worker.task.data_files()) for files in recorded]
+    if all(changes):
         raise CheckpointError(
-            f"the training data is not what it was at {start}:\n    " + "\n    ".join(changes),
+            f"the training data is not what it was at {start}:\n    " + "\n    ".join(changes[0]),
             where=str(record.run_dir),
             remedy="put the data back; the rows of a step are not stored, they are read again",
         )

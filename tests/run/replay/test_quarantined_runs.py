@@ -126,6 +126,9 @@ def test_rows_that_are_left_out_later_change_no_step_before(tiny: Tiny, file: Pa
     rest = set(range(21)) - done - set(GONE)
     taken = list(chain(*after[: -(-len(rest) // 6)]))
     assert sorted(taken) == sorted(rest)
+    for step, given in enumerate([*before, *after], 1):  # from checkpoints with other rows, too
+        listed = replay(tiny.run("later"), step, only_rows=True)
+        assert [line.number for line in listed.rows] == given
 
     more = tiny.folder / "more.jsonl"
     more.write_text(file.read_text())

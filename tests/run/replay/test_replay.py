@@ -332,3 +332,33 @@ def test_rows_at_fault_are_named_and_steps_after_them_are_the_runs(
         assert_as_recorded(one)
         assert 7 not in [line.number for line in one.rows]
     assert any(7 in [line.number for line in passed] for one in found for passed in one.passed)
+
+
+@pytest.fixture(scope="module")
+def continued(trained: Trained) -> Path:
+    """A run with dropout of 3 steps, then of 6 with another horizon and other micro-batches."""
+    settings = {"actor__model__precision": "fp64", "runner__save_interval": 2}
+    recipe = trained.tiny.recipe("continued", **settings, actor__micro_batch_size=2, runner__max_steps=3)
+    shardtune.train(recipe)
+    recipe["actor"]["micro_batch_size"] = 3
+    recipe["runner"]["max_steps"] = 6
+    shardtune.train(recipe)
+    return trained.tiny.run("continued")
+
+
+@pytest.mark.parametrize("step", [2, 3, 5])
+def test_a_step_has_the_settings_of_its_time(continued: Path, step: int) -> None:
+    """The learning rate of the horizon then, the micro-batches then, and what dropout draws in them."""
+    found = replay(continued, step)
+    assert_as_recorded(found)
+    assert not [note for note in found.notes if "went on" in note]
+
+
+def test_where_the_settings_of_a_step_are_lost_it_is_said(continued: Path, tmp_path: Path) -> None:
+    run = tmp_path / "lost"
+    shutil.copytree(continued, run)
+    for step in (2, 3):
+        shutil.rmtree(run / "checkpoints" / f"global_step_{step}")
+    assert "no checkpoint is left of steps 1 to 3" in " ".join(replay(run, 3).notes)
+    notes = " ".join(replay(run, 4).notes)
+    assert "the steps from 1 to 3 were trained otherwise than here" in notes
