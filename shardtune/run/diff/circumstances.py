@@ -10,6 +10,7 @@ from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import short_key
 from shardtune.data.cache.entry import ENCODED
 from shardtune.errors import ParallelError
+from shardtune.run.diff.continued import changed_on_the_way
 from shardtune.run.diff.settings import ANY, Difference, Effect
 from shardtune.run.inputs import IN_MEMORY, MODEL, TOKENIZER
 from shardtune.run.stored_run import StoredRun
@@ -191,6 +192,7 @@ def _history(first: StoredRun, second: StoredRun) -> Iterator[Difference]:
     one, other = ([step for step, _ in run.starts()] for run in (first, second))
     if one != other:
         yield Difference("history", "started and continued", _begun(one), _begun(other), ())
+        yield from changed_on_the_way(first, second)
     came = [_text(run.manifest.get("resumed_from"), NONE) for run in (first, second)]
     if came[0] != came[1]:
         yield Difference("history", "began from the checkpoint", *came, effects=("loss", "update"))

@@ -157,6 +157,19 @@ def test_another_length_moves_the_rate(tiny: Tiny, edited: Callable[..., Path]) 
     assert causes(found)[0] == ["runner.max_steps"]
 
 
+def test_another_length_before_a_run_was_continued_moves_the_rate(tiny: Tiny) -> None:
+    """The recipes are the same at the end; the checkpoints hold the one that the run began with."""
+    begun = tiny.recipe("begun shorter", **FAST, runner__max_steps=3)
+    shardtune.train(begun)
+    del begun["runner"]["max_steps"]
+    shardtune.train(begun)
+    found = compare(tiny.run("base"), tiny.run("begun shorter"))
+    (change,) = [one for one in found.differences if one.name == "runner.max_steps"]
+    assert (change.section, change.first, change.second) == ("history", "-1", "3 up to step 3, then -1")
+    assert any("learning rate parts" in one.finding for one in found.explanations)
+    assert all(names == ["runner.max_steps"] for names in causes(found))
+
+
 def test_an_optimizer_is_named_for_what_outgrows_rounding(tiny: Tiny, edited: Callable[..., Path]) -> None:
     def decay(tree: dict[str, Any]) -> None:
         tree["actor"]["optim"]["weight_decay"] = 0.5
