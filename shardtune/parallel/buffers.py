@@ -158,7 +158,7 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
-            (module, key, buffer, buffer.clone())
+            (module, key, buffer, buffer.clone(), version_of(buffer))
             for module in model.modules()
             for key, buffer in contents(module)[1].items()
             if buffer is not None and key not in own_persistent_buffers(module)
@@ -166,9 +166,10 @@ class KeptBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give them these values again, in the same tensors."""
-        for module, key, buffer, copy in self._kept:
-            buffer.copy_(copy)
+        """Give those that have changed these values again, in the same tensors; others count as unchanged still."""
+        for module, key, buffer, copy, version in self._kept:
+            if version_of(buffer) != version:
+                buffer.copy_(copy)
             contents(module)[1][key] = buffer
 
 

@@ -209,8 +209,9 @@ def _cut(whole: Sample, sample: Sample) -> str:
     """What is longer than `data.max_length`: the row's tokens, or some of its fields, beside which others are whole."""
     if len(whole.input_ids):
         return f"{whole.length:,} tokens"
-    cut = [name for name, array in whole.fields.items() if sample.fields[name].shape != array.shape]
-    return ", ".join(f"{name} of length {len(whole.fields[name]):,}" for name in cut)
+    shapes = {name: zip(array.shape, sample.fields[name].shape, strict=True) for name, array in whole.fields.items()}
+    cut = {name: [before for before, after in pairs if before != after] for name, pairs in shapes.items()}
+    return ", ".join(f"{name} of length {lengths[0]:,}" for name, lengths in cut.items() if lengths)
 
 
 def _reason(row: Row | RowError, error: RowError) -> str:

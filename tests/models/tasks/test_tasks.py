@@ -210,6 +210,18 @@ def test_columns_of_some_rows_that_are_not_read_are_named(folder: Path, tmp_path
     assert line.endswith("not read are keys that some rows have: margin (2 of 4, row 2)")
 
 
+def test_a_cut_row_of_several_texts_is_reported_by_its_longest(folder: Path, tmp_path: Path):
+    data = [{"query": "a cat", "positive": "a dog", "negatives": ["a red big cat cat cat", "a red"]} for _ in range(2)]
+    values = recipe(folder, "embedding", data, "long")
+    values["data"] |= {"max_length": 5}
+    made = load_recipe(values)
+    encoder = find_adapter(made).encoder(with_prompts=False)
+    sources = resolve_sources(made.data.train_data_paths, made.data, name_format=encoder.title, report=lambda _: None)
+    found = build_dataset(sources, encoder, cache_dir=str(tmp_path), num_workers=0)
+    (line,) = found.report.lines()
+    assert "negatives of length 8" in line
+
+
 def test_a_word_without_a_token_keeps_its_place(folder: Path):
     values = recipe(folder, "token_classifier", rows("token_classifier", 3), "blank", options={"labels": ["O", "B-X"]})
     task = task_of(values)

@@ -17,6 +17,7 @@ from shardtune import Adapter, Batch, LossSum, Sample
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, ModelError
+from shardtune.models.whole_step_adapter import WholeStepAdapter
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.reported import training_method
 from tests.support.dist.ranks import run_ranks
@@ -418,6 +419,40 @@ def test_a_buffer_that_is_changed_and_not_saved_is_named(folder: Path) -> None:
         made.run_training()
     (line,) = about(lines, "not persistent")
     assert "changes the buffers seen of Unsaved in place" in line
+
+
+class Positions(nn.Module):
+    """Reads a buffer that no checkpoint has, as BERT does its positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("positions", torch.ones(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.get_buffer("positions")
+
+
+class Comparing(WholeStepAdapter):
+    """A loss over all rows of the step, whose forwards come twice."""
+
+    def build(self) -> nn.Module:
+        return Positions()
+
+    def encode(self, row: Mapping[str, float]) -> Sample:
+        return Sample(fields={"x": np.array([row["x"]])})
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"found": model(batch["x"])}
+
+    def step_loss(self, outputs: Mapping[str, torch.Tensor]) -> LossSum:
+        return LossSum(outputs["found"].square().sum(), len(outputs["found"]))
+
+
+def test_a_buffer_that_is_only_read_is_not_named_with_a_loss_over_the_whole_step(folder: Path) -> None:
+    lines: list[str] = []
+    worker(folder, "Comparing", lines).run_training()
+    assert not about(lines, "not persistent")
 
 
 def test_buffers_that_forwards_move_are_named_on_one_rank(folder: Path) -> None:
