@@ -101,9 +101,10 @@ class TextEncoder(FieldEncoder):
         fields = dict(sample.fields)
         for name in self._task.token_fields:
             ids = sample.fields[name]
+            around = parts if name == "input_ids" else None
             for other in (name, *self._task.beside(name)):
                 if other in fields:
-                    fields[other] = shortened(fields[other], ids, cut, parts)
+                    fields[other] = shortened(fields[other], ids, cut, around)
         return replace(sample, fields=fields, size=self._task.size_of(fields))
 
 

@@ -387,6 +387,18 @@ def test_texts_are_read_and_written_within_the_positions_of_bart(folder: Path):
         assert len(one["prediction"]["text"].split()) == 13
 
 
+@pytest.mark.parametrize(("source", "target"), [(12, 12), (12, 9), (9, 12), (2, 9), (9, 2)])
+def test_source_and_target_are_cut_each_by_itself(folder: Path, source: int, target: int):
+    values = recipe(folder, "seq2seq", rows("seq2seq", 2), "both-long")
+    values["data"]["max_length"] = 6
+    task: Any = task_of(values)
+    row = {"source": "cat " * source, "target": "dog " * target}
+    encoder = task.encoder(with_prompts=False)
+    fields = encoder.fit(encoder.encode(row)).fields
+    for name, text in (("input_ids", row["source"]), ("target", row["target"])):
+        assert fields[name].tolist() == task.tokenizer(text, truncation=True, max_length=6)["input_ids"]
+
+
 def test_a_text_that_is_cut_keeps_its_end():
     ids = np.array([[2, 7, 8, 9, 3], [2, 7, 3, -1, -1]])
     assert shortened(ids, ids, Cut(4, np.array([2, 3]))).tolist() == [[2, 7, 8, 3], [2, 7, 3, -1]]
