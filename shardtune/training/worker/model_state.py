@@ -57,6 +57,7 @@ from shardtune.training.build.lora import (
     keeps_base,
     new_ids,
 )
+from shardtune.training.build.frozen_mode import mode_notes
 from shardtune.training.build.model import check_read_values, freeze, load_initial_weights, may_lack, share_values
 from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 from shardtune.training.step import LossScale
@@ -148,6 +149,7 @@ class ModelState:
             self.model: nn.Module = build()
         self.inner: nn.Module = source.inner_model(self.model)
         check_shapes(self.inner)
+        self.notes += mode_notes(self.inner) if training else []
         source.set_execution(self.inner)
         if not isinstance(self.model, AdapterRoot):  # an adapter's root has its own way for models outside transformers
             cast_for_layers(self.inner, COMPUTE_DTYPE[recipe.actor.model.precision])
