@@ -19,10 +19,10 @@ def mode_notes(model: nn.Module) -> list[str]:
     for name, part in _resting(model, ""):
         dropout = [f"{name}.{key}" if key else name for key, module in part.named_modules() if _drops(module)]
         if dropout:
+            shown = dropout[0] + (", …" if len(dropout) > 1 else "")
             notes.append(
                 f"{name} is frozen and in eval mode where the model is built, but train mode is for the whole model in "
-                f"training: its dropout ({dropout[0]}{', …' if len(dropout) > 1 else ''}) acts. Call model.{name}.eval() "
-                "at the beginning of the loss"
+                f"training: its dropout ({shown}) acts. Call model.{name}.eval() at the beginning of the loss"
             )
     return notes
 

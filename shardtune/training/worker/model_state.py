@@ -46,6 +46,7 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.unfit_parameters import check_saved, check_shapes, check_trained
 from shardtune.parallel.weights import Weights
+from shardtune.training.build.frozen_mode import mode_notes
 from shardtune.training.build.initial_weights import directory_of
 from shardtune.training.build.lora import (
     adapt,
@@ -57,7 +58,6 @@ from shardtune.training.build.lora import (
     keeps_base,
     new_ids,
 )
-from shardtune.training.build.frozen_mode import mode_notes
 from shardtune.training.build.model import check_read_values, freeze, load_initial_weights, may_lack, share_values
 from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 from shardtune.training.step import LossScale
