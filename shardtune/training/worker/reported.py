@@ -65,7 +65,23 @@ def evaluation_method(worker: FSDPSftWorker) -> Callable[[], dict[str, float]]:
     """
     kind = _overriding(worker, EVALUATION)
     method = worker.run_eval if kind is None else partial(_evaluate, worker, kind)
-    return method if worker.state.average is None else partial(_in_use, worker, method)
+    method = method if worker.state.average is None else partial(_in_use, worker, method)
+    only_evaluates = "position" not in vars(worker)
+    own_setup = _overriding(worker, "setup") is not None and _overriding(worker, "setup_evaluation") is None
+    return partial(_without_setup, worker, method) if only_evaluates and own_setup else method
+
+
+def _without_setup(worker: FSDPSftWorker, method: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The metrics of a worker whose class has a `setup` of its own, which is not called where it only evaluates."""
+    try:
+        return method()
+    except AttributeError as error:
+        if error.obj is worker:
+            error.add_note(
+                f"setup() is called before training alone, and not where {type(worker).__name__} only evaluates: "
+                f"assign self.{error.name} in model_provider_func, which is called for both"
+            )
+        raise
 
 
 def _in_use(worker: FSDPSftWorker, method: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -256,6 +256,31 @@ def values(folder: Path, kind: str) -> dict[str, Any]:
     return {**made, "actor": {**made["actor"], "worker": f"{__file__}:{kind}"}}
 
 
+class Beside(own.Task):
+    """Evaluates with what its set-up for training makes."""
+
+    def setup(self, context: Any = None) -> None:
+        super().setup(context)
+        self.limit = 0.5
+
+    def run_eval(self) -> Any:
+        return {"limit": self.limit}
+
+
+def test_what_setup_alone_makes_is_named_where_only_evaluation_needs_it(tmp_path: Path) -> None:
+    recipe = own.recipe(str(tmp_path), max_steps=3)
+    trained = Beside(recipe)
+    trained.setup()
+    assert evaluation_method(trained)() == {"eval/limit": 0.5}
+    trained.release()
+    other = Beside(recipe)
+    other.setup_evaluation()
+    with pytest.raises(AttributeError) as error:
+        evaluation_method(other)()
+    assert "self.limit in model_provider_func, which is called for both" in error.value.__notes__[0]
+    other.release()
+
+
 def test_a_run_shows_and_keeps_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From the dry run to metrics.jsonl and `final/`."""
     assert dry_run(values(tmp_path, "Short")).keys() == {"train/loss", "time/step", "train/rank"}
