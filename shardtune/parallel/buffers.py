@@ -166,10 +166,10 @@ class KeptBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give those that have changed these values again, in the same tensors; others count as unchanged still."""
+        """Give them these values again, in the same tensors; those that nothing has written count as unchanged."""
         for module, key, buffer, copy, version in self._kept:
-            if version_of(buffer) != version:
-                buffer.copy_(copy)
+            written = version_of(buffer) != version
+            (buffer if written else buffer.data).copy_(copy)  # through .data it may have been written all the same
             contents(module)[1][key] = buffer
 
 

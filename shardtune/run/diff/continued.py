@@ -23,7 +23,7 @@ def changed_on_the_way(first: StoredRun, second: StoredRun) -> Iterator[Differen
     """The keys that one of two runs was continued with another value of, where the other was not, or otherwise."""
     one, other = _earlier(first), _earlier(second)
     for key in dict.fromkeys([*one, *other]):
-        was, now = _told(first, one, key), _told(second, other, key)
+        was, now = _shown(first, one, key), _shown(second, other, key)
         if was != now:
             yield Difference("history", short_key(key), was, now, effects_of(key))
 
@@ -55,7 +55,7 @@ def _has_changed(key: str, values: list[tuple[int, object]], last: object) -> bo
     return any(value != last and not has_moved(value, last) for _, value in values)
 
 
-def _told(run: StoredRun, earlier: History, key: str) -> str:
+def _shown(run: StoredRun, earlier: History, key: str) -> str:
     """The values of a key in their order."""
     last, values = run.settings.get(key), earlier.get(key, [])
     if values and values[-1][1] == last:
