@@ -122,7 +122,7 @@ class CutUnits:
     ) -> Iterator[None]:
         """Inside, each call of a unit is computed by the whole one, too."""
         seen = {name: _Seen() for name in self._inner}
-        kept = full_precision_parameters(model)
+        kept = full_precision_parameters(model, dtype)
         full = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter in kept}
         handles = []
         for name, calls in seen.items():

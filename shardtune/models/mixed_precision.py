@@ -46,7 +46,7 @@ def cast_for_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """
     if dtype not in HALF:
         return
-    kept = full_precision_parameters(model)
+    kept = full_precision_parameters(model, dtype)
     for module in model.modules():
         if _is_torchs(module) and not kept.intersection(_weights(module)):
             _cast_for(module, dtype)

@@ -72,7 +72,7 @@ def into_rows(sharding: FlatSharding) -> None:
     assert mesh is not None
     whole = {parameter for parameter in root.parameters() if parameter.ndim == 0 or not parameter.numel()}
     if COMPUTE_DTYPE[sharding.precision] != MASTER_DTYPE[sharding.precision]:
-        whole |= full_precision_parameters(root)
+        whole |= full_precision_parameters(root, COMPUTE_DTYPE[sharding.precision])
     for parameter, places in _places(root).items():
         if parameter not in whole:
             first, last = row_ranges(parameter.shape, mesh)[rank_in(mesh)]

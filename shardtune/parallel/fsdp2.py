@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.fsdp import (
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from shardtune.parallel.full_precision import full_precision_parameters
+from shardtune.parallel.full_precision import full_precision_layers, full_precision_parameters
 from shardtune.parallel.precision import COMPUTE_DTYPE, SUM_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private.fsdp2 import count_calls, shard_integers
@@ -41,7 +42,7 @@ def shard(
     Gradients are summed over ranks, not averaged: losses are divided by the step's weight beforehand. FSDP2 averages
     unless every one of its modules is set otherwise (the root alone is silently wrong), and gloo can only sum.
     Scalar and empty parameters, which FSDP2 cannot split, and those that need full precision stay whole on every rank;
-    `Weights` sums their gradients.
+    `Weights` sums their gradients. Large layers that need it are units of their own.
 
     Args:
         root: the module that is called, on the meta device.
@@ -65,16 +66,18 @@ def shard(
         param_dtype=compute if compute != sums else None, reduce_dtype=sums, cast_forward_inputs=cast_inputs
     )
     whole = {parameter for parameter in root.parameters() if parameter.ndim == 0 or not parameter.numel()}
+    in_full: list[nn.Linear] = []
     if policy.param_dtype is not None:
-        whole |= full_precision_parameters(root)
+        in_full = full_precision_layers(root, compute)
+        whole |= full_precision_parameters(root, compute).difference(*(layer.parameters() for layer in in_full))
     shard_integers()
-    by_itself = {*units, *experts}
+    by_itself = {*units, *experts, *in_full}
     innermost_first = [module for module in reversed(list(root.modules())) if module in by_itself]
     for unit in (*innermost_first, root):
         fully_shard(
             unit,
             mesh=ranks.expert_mesh["expert_shard"] if unit in experts and ranks.expert_mesh is not None else shards,
-            mp_policy=policy,
+            mp_policy=replace(policy, param_dtype=None) if unit in in_full else policy,
             reshard_after_forward=reshard_after_forward and unit is not root,
             ignored_params=whole,
             offload_policy=CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy(),

@@ -13,16 +13,37 @@ from shardtune.parallel.adapted_names import without_adapter
 from shardtune.parallel.buffers import statistical_norms
 
 
-def full_precision_parameters(root: nn.Module) -> set[nn.Parameter]:
+def full_precision_parameters(root: nn.Module, compute: torch.dtype) -> set[nn.Parameter]:
     """The parameters of a module that stay in full precision when it computes in half precision.
 
     Those of a norm with running statistics, which takes half-precision inputs, but parameters in the statistics' dtype
-    alone. And those that transformers keeps in fp32 where it loads a model in half precision, such as routers and short
-    convolutions: the code of some models takes them in no other dtype (Inkling 2). Embeddings and heads are computed in
+    alone. And those that transformers keeps in fp32 where it loads a model in this half precision: routers and short
+    convolutions, as the code of some models takes them in no other dtype (Inkling 2), and in fp16 layers whose results
+    may exceed its range (T5). Embeddings and heads are computed in
     half precision whatever a class declares (Hunyuan 4): they are large, and whole weights are on every rank.
+
+    Args:
+        root: the module.
+        compute: bf16 or fp16; otherwise there are the norms alone.
     """
     norms = {parameter for norm in statistical_norms(root).values() for parameter in norm.parameters(recurse=False)}
-    return norms.union(*(_kept(model) for model in _outermost(root)))
+    return norms.union(*(_kept(model, compute) for model in _outermost(root)))
+
+
+def full_precision_layers(root: nn.Module, compute: torch.dtype) -> list[nn.Linear]:
+    """Linear layers that need a unit of their own: transformers keeps them in fp32 in fp16 alone (T5), and they are too
+    large to lie whole on every rank, as all else that stays in full precision does.
+
+    Those below an adapter, which may use their weights without calling them (DoRA), are left out.
+    """
+    if compute != torch.float16:
+        return []
+    of_fp16 = full_precision_parameters(root, compute) - full_precision_parameters(root, torch.bfloat16)
+    return [
+        module
+        for name, module in root.named_modules()
+        if isinstance(module, nn.Linear) and of_fp16.issuperset(module.parameters()) and without_adapter(name) == name
+    ]
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
@@ -33,15 +54,15 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
     return lambda name: pattern is not None and pattern.search(without_adapter(name)) is not None
 
 
-def _kept(model: PreTrainedModel) -> set[nn.Parameter]:
-    """What is kept whatever the half precision: in bf16; the rest, for fp16 alone, is about the range of weights."""
-    is_kept = kept_in_fp32(model, torch.bfloat16)
+def _kept(model: PreTrainedModel, compute: torch.dtype) -> set[nn.Parameter]:
+    is_kept = kept_in_fp32(model, compute)
     try:
         outer = (model.get_input_embeddings(), model.get_output_embeddings())
     except RuntimeError:  # of a class that does not say which of its modules these are
         outer = ()
     apart = {parameter for module in outer if module is not None for parameter in module.parameters()}
-    return {parameter for name, parameter in model.named_parameters() if is_kept(name)} - apart
+    named = model.named_parameters()
+    return {parameter for name, parameter in named if is_kept(name) and parameter.is_floating_point()} - apart
 
 
 def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:

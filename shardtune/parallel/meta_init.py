@@ -113,7 +113,7 @@ def materialise(
             where=type(root).__name__,
             remedy="compute it in forward, or register it with persistent=True",
         )
-    full = {id(parameter) for parameter in full_precision_parameters(root)}
+    full = {id(parameter) for parameter in full_precision_parameters(root, frozen or dtype)}
     norms = statistical_norms(root).values()
     offloaded = offloaded_parameters(root)
     statistics = {id(tensor) for norm in norms for tensor in (*norm.buffers(recurse=False), *norm.parameters())}

@@ -113,7 +113,7 @@ class Weights:
         self.untrained: dict[str, nn.Parameter] = {}
         self._masters = Masters(compute)
         self.hooked: dict[str, RemovableHandle] = {}
-        full = full_precision_parameters(model)
+        full = full_precision_parameters(model, compute)
         for name in self._whole if compute != master else ():
             parameter = self._computed[name]
             if parameter.is_floating_point() and parameter.dtype != compute and parameter not in full:

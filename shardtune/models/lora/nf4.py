@@ -29,6 +29,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from shardtune.errors import ModelError
+from shardtune.parallel.full_precision import full_precision_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -235,8 +236,9 @@ def to_nf4(model: nn.Module, kept: Collection[nn.Module], dtype: torch.dtype) ->
     Args:
         model: parameters on the meta device.
         kept: modules that are left out, with all their submodules.
-        dtype: of the computation.
+        dtype: of the computation. Layers that need full precision compute in that.
     """
+    in_full = full_precision_parameters(model, dtype)
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     inside = {child for module in kept for child in module.modules()}
     replaced: list[str] = []
@@ -246,7 +248,8 @@ def to_nf4(model: nn.Module, kept: Collection[nn.Module], dtype: torch.dtype) ->
         if any(parameter.requires_grad for parameter in module.parameters()) or owners[id(module.weight)] > 1:
             continue
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, NF4Linear(module, dtype))
+        own = torch.promote_types(dtype, torch.float32) if module.weight in in_full else dtype
+        setattr(model.get_submodule(parent), child, NF4Linear(module, own))
         replaced.append(name)
     return replaced
 

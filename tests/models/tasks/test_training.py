@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import T5ForConditionalGeneration
 
 from shardtune.config import load_recipe
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -205,3 +206,47 @@ def test_answers_are_compared_by_rouge(alone: Mapping[str, Trained]):
         both = sum(min(given.count(word), wanted.count(word)) for word in set(given))
         scores.append(2 * both / (len(given) + len(wanted)) if both else 0.0)
     assert found == pytest.approx(np.mean(scores))
+
+
+def first_step(recipe: dict[str, Any]) -> tuple[float, dict[str, tuple[torch.dtype, int]]]:
+    """The loss of a step; the dtype and the numbers on this rank of the layers that T5 needs in fp32."""
+    worker = SFTWorker(load_recipe(recipe), report=quiet)
+    worker.setup()
+    loss = worker.run_training()["train/loss"]
+    parts = {name: part for name, part in worker.weights.own_parts().items() if name.endswith("wo.weight")}
+    worker.release()
+    return loss, {name: (part.dtype, part.numel()) for name, part in parts.items()}
+
+
+@pytest.fixture(scope="module")
+def far(folder: Path) -> str:
+    """A T5 whose results between layers are beyond the range of fp16, as those of large ones are."""
+    made = folder / "far"
+    model = T5ForConditionalGeneration.from_pretrained(save_t5(made))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("wo.weight"):
+                weight.copy_(3e4 * torch.randn(weight.shape).clamp(-2, 2))
+            elif name.endswith("wi.weight"):
+                weight.mul_(10)
+    model.save_pretrained(made)
+    return str(made)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({}, id="full"),
+        pytest.param({"is_lora": True, "lora": {"r": 4, "base_dtype": "nf4"}}, id="nf4"),
+        pytest.param({"is_lora": True, "lora": {"r": 4}}, id="lora", marks=pytest.mark.slow),
+    ],
+)
+def test_fp16_computes_in_fp32_what_is_beyond_its_range(model: dict[str, Any], folder: Path, far: str):
+    """transformers keeps `wo` in fp32 for that (`_keep_in_fp32_modules`); T5 clamps the rest to the range."""
+    model = {"model_path": far, **model}
+    expected, _ = first_step(values(folder, "seq2seq", SIZE // 2, **model, precision="fp32"))
+    found, alone = first_step(values(folder, "seq2seq", SIZE // 2, **model, precision="fp16"))
+    assert found == pytest.approx(expected, rel=1e-3)
+    for loss, parts in run_ranks(first_step, 2, values(folder, "seq2seq", SIZE // 4, **model, precision="fp16")):
+        assert loss == pytest.approx(expected, rel=1e-3)
+        assert parts == {name: (torch.float32, size // 2) for name, (_, size) in alone.items()}  # sharded as all others
