@@ -157,10 +157,15 @@ def _parse(texts: Sequence[str]) -> list[Override]:
 
 
 def _in_quotes(text: str) -> str:
-    """The override with its value in quotes, to be typed; an example where it is long or has quotes of its own."""
+    """The override with its value, or each entry of a list, in quotes, to be typed; an example where it is long or has
+    quotes of its own."""
     key, _, value = text.partition("=")
-    example = len(text) > LONGEST_QUOTED or not value or any(sign in value for sign in "'\"\\$")
-    return "'key=\"a value\"'" if example else f"'{key}=\"{value}\"'"
+    if len(text) > LONGEST_QUOTED or not value or any(sign in value for sign in "'\"\\$"):
+        return "'key=\"a value\"'"
+    if value[0] == "[" and value[-1] == "]" and not any(sign in value[1:-1] for sign in "[]{}"):
+        entries = ",".join(f'"{entry.strip()}"' for entry in value[1:-1].split(","))
+        return f"'{key}=[{entries}]'"
+    return f"'{key}=\"{value}\"'"
 
 
 @cache

@@ -94,6 +94,7 @@ data: {train_data_paths: {path: a.jsonl, weight: 2}}
         ("actor.optim.lr", "is not an override"),
         ("actor.optim.lr==1", "cannot be read"),
         ("runner.logger.experiment_name=a=b", """inside: 'runner.logger.experiment_name="a=b"'"""),
+        ("tokenizer.new_tokens=[<a>, <b>]", """inside: 'tokenizer.new_tokens=["<a>","<b>"]'"""),
         ("data.train_data_paths[0].weight=3", "names an entry of a list by its number"),
         (
             "data.train_data_paths=[{path: a.jsonl, wieght: 3}]",
