@@ -157,8 +157,10 @@ def _parse(texts: Sequence[str]) -> list[Override]:
 
 
 def _in_quotes(text: str) -> str:
-    """The override with its value, or each entry of a list, in quotes, to be typed; an example where it is long or has
-    quotes of its own."""
+    """The override with its value or the entries of a list in quotes, to be typed; an example if that is not possible.
+
+    It is not where the override is long or has quotes of its own.
+    """
     key, _, value = text.partition("=")
     if len(text) > LONGEST_QUOTED or not value or any(sign in value for sign in "'\"\\$"):
         return "'key=\"a value\"'"

@@ -19,8 +19,8 @@ def full_precision_parameters(root: nn.Module, compute: torch.dtype) -> set[nn.P
     Those of a norm with running statistics, which takes half-precision inputs, but parameters in the statistics' dtype
     alone. And those that transformers keeps in fp32 where it loads a model in this half precision: routers and short
     convolutions, as the code of some models takes them in no other dtype (Inkling 2), and in fp16 layers whose results
-    may exceed its range (T5). Embeddings and heads are computed in
-    half precision whatever a class declares (Hunyuan 4): they are large, and whole weights are on every rank.
+    may exceed its range (T5). Embeddings and heads are computed in half precision whatever a class declares
+    (Hunyuan 4): they are large, and whole weights are on every rank.
 
     Args:
         root: the module.
@@ -31,10 +31,10 @@ def full_precision_parameters(root: nn.Module, compute: torch.dtype) -> set[nn.P
 
 
 def full_precision_layers(root: nn.Module, compute: torch.dtype) -> list[nn.Linear]:
-    """Linear layers that need a unit of their own: transformers keeps them in fp32 in fp16 alone (T5), and they are too
-    large to lie whole on every rank, as all else that stays in full precision does.
+    """Linear layers that need units of their own, as transformers keeps them in fp32 in fp16 alone (T5).
 
-    Those below an adapter, which may use their weights without calling them (DoRA), are left out.
+    They are too large to lie whole on every rank, as all else that stays in full precision does. Those below an
+    adapter, which may use their weights without calling them (DoRA), are left out.
     """
     if compute != torch.float16:
         return []
