@@ -10,6 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
 from shardtune.errors import ModelError
+from shardtune.parallel.buffers import KeptBuffers
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.weights import Weights
@@ -85,3 +86,22 @@ def test_in_fp64_buffers_are_those_of_double(dtype: torch.dtype) -> None:
     assert torch.equal(net.eval()(x), plain.eval()(x))
     assert torch.equal(net.language.rotary_emb.inv_freq, frequencies)  # as transformers loads it
     assert net.seen.dtype == torch.int64
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("read", "written", "behind", "another"):
+            self.register_buffer(name, torch.zeros(2), persistent=False)
+
+
+def test_buffers_of_no_checkpoint_get_their_values_again_however_they_were_written() -> None:
+    model = Counting()
+    buffers, kept = dict(model.named_buffers()), KeptBuffers(model)
+    versions = {name: buffer._version for name, buffer in buffers.items()}
+    buffers["written"].add_(1)
+    buffers["behind"].data.add_(1)
+    model.another = torch.ones(2)
+    kept.restore()
+    assert all(now is buffers[name] and not now.any() for name, now in model.named_buffers())
+    assert {name for name, buffer in buffers.items() if buffer._version != versions[name]} == {"written"}
