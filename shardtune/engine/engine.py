@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import weakref
@@ -21,7 +20,7 @@ from shardtune.config.schema import SequenceMethod
 from shardtune.engine.initial_weights import forget_recorders, undo_parting
 from shardtune.engine.methods import Method, no_method, read_methods
 from shardtune.engine.nn import BaseTrainModule, unwrapped
-from shardtune.engine.pickling import check_sendable
+from shardtune.engine.pickling import check_sendable, copy_of_module
 from shardtune.engine.push import names_between
 from shardtune.engine.rank_module import PRECISIONS, Order, precision_of
 from shardtune.engine.rank_process import Request
@@ -200,15 +199,12 @@ class TrainEngine:
             team.engines |= {colocate_with._id: True, self._id: True}
             self._put_others_to_sleep(team)
         forget_recorders(self._module)
-        order = Order(
-            copy.deepcopy(self._module) if _is_here(team) else self._module,
-            layout,
-            self._precision,
-            self._seed,
-            self._gather_to_generate,
-        )
-        if not _is_here(team):
-            check_sendable(self._module, f"TrainEngine({self._kind.__name__})", "the module")
+        module, mine = self._module, f"TrainEngine({self._kind.__name__})"
+        if _is_here(team):
+            module = copy_of_module(module, mine)
+        else:
+            check_sendable(module, mine, "the module")
+        order = Order(module, layout, self._precision, self._seed, self._gather_to_generate)
         try:
             self.notes: list[str] = team.request_all(Request(self._id, "build", (order,)))[0]
         except BaseException:

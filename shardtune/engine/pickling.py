@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import io
 import pickle
@@ -13,21 +14,32 @@ from typing import Any, TypeVar, cast
 import cloudpickle
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from shardtune.errors import ParallelError
 from shardtune.parallel.operation import returned
+from shardtune.parallel.torch_private.modules import empty_parametrized
 from shardtune.parallel.torch_private.operations import tree_map
 
 T = TypeVar("T")
 
 
 class _Pickler(cloudpickle.CloudPickler):
-    """Pickles by name those modules, too, that are objects of another class (`torch.backends` and what is in it)."""
+    """Pickles what cloudpickle does not, or what refuses to be pickled.
+
+    Modules that are objects of another class (`torch.backends` and what is in it) are pickled by name. Parametrized
+    modules (`torch.nn.utils.parametrize`), of which each has a class of its own, are pickled with the class before.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, nn.Module) and type(obj).__module__ == parametrize.__name__ and is_parametrized(obj):
+            names = [name for name, _ in obj.get_submodule("parametrizations").named_children()]
+            return empty_parametrized, (type_before_parametrizations(obj), names), vars(obj)
         return super().reducer_override(obj)
 
 
@@ -78,6 +90,19 @@ def check_sendable(value: object, method: str, what: str) -> None:
             remedy="pass plain values, lists, dicts, tensors or paths; what holds files, locks or generators is made "
             "on the ranks",
         ) from error
+
+
+def copy_of_module(module: nn.Module, method: str) -> nn.Module:
+    """A copy for a rank in the caller's process.
+
+    Raises:
+        ParallelError: the module could not be sent to a rank in another process either.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception:  # of tensors that are computed, such as `torch.nn.utils.weight_norm` keeps
+        check_sendable(module, method, "the module")
+        return unpack(pack(module))
 
 
 def unpack(packed: bytes) -> Any:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+import warnings
 
+import pytest
+import torch
+from torch.nn import Linear, Module, utils
+from torch.nn.utils import parametrizations, parametrize
+
+from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.engine.pickling import check_sendable, pack, unpack
+
+RATE, ROWS = 0.1, torch.arange(12, dtype=torch.float64).sin().view(4, 3)
 
 
 def test_modules_that_are_objects_of_another_class_travel_by_name():
@@ -12,3 +20,57 @@ def test_modules_that_are_objects_of_another_class_travel_by_name():
     modules = (torch.backends, torch.backends.cudnn, torch.backends.mkldnn)
     check_sendable(modules, "Net.method", "the module")
     assert all(found is module for found, module in zip(unpack(pack(modules)), modules, strict=True))
+
+
+def test_a_parametrized_module_travels_with_its_weights():
+    given = torch.nn.Sequential(
+        parametrizations.weight_norm(Linear(3, 4)), parametrizations.spectral_norm(Linear(4, 2))
+    )
+    found = unpack(pack(given))
+    assert all(torch.equal(found.state_dict()[name], value) for name, value in given.state_dict().items())
+    assert torch.equal(found.eval()(ROWS.float()), given.eval()(ROWS.float()))
+    parametrize.remove_parametrizations(found[0], "weight")
+    assert type(found[0]) is Linear
+    assert parametrize.is_parametrized(given[0])
+
+
+class Net(Module):
+    """A layer with torch's present norm of weights, and one with its former one, which computes an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = parametrizations.weight_norm(Linear(3, 4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.second = utils.weight_norm(Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Normed(nn.Fsdp2TrainModule, Net):
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=RATE)
+
+    def step(self, rows: torch.Tensor) -> float:
+        loss = self(rows).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+def test_layers_with_normed_weights_are_trained_as_by_plain_torch(two_ranks: TrainEngine):
+    plain, losses = Net().double(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    for _ in range(2):
+        loss = plain(ROWS).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for ranks in (None, two_ranks):
+        with TrainEngine(Normed().double()).build(colocate_with=ranks, take_turns=False) as engine:
+            found = [engine.step(NeedParallel(ROWS)) for _ in losses]
+        assert [sum(parts) / len(parts) for parts in found] == pytest.approx(losses, rel=1e-12)

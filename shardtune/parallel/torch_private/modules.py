@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrize import _inject_new_class, _inject_property
 
 NormBase = _NormBase
 """Batch and instance norms: their common base, which norms of a user's may derive from without the public classes."""
@@ -16,6 +17,20 @@ BatchNormBase = _BatchNorm
 """Batch norms; as `NormBase`."""
 DropoutBase = _DropoutNd
 """Layers that drop; as `NormBase`."""
+
+
+def empty_parametrized(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """A module of a class of its own, as `register_parametrization` makes one, without anything in it.
+
+    Args:
+        kind: its class before it was parametrized.
+        names: of the tensors that are parametrized.
+    """
+    module = kind.__new__(kind)
+    _inject_new_class(module)
+    for name in names:
+        _inject_property(module, name)
+    return module
 
 
 def is_compiled(module: nn.Module) -> bool:
