@@ -23,7 +23,9 @@ GIVE_A_MODEL = (
     "give the directory (or Hub name) of a model: config.json, weights and tokenizer, as save_pretrained writes them"
 )
 NO_COPY = "no copy of a model of this name from the Hub, which cannot be reached (or HF_HUB_OFFLINE is set)"
-TRUST = "read that code; if you trust it, set actor.model.trust_remote_code=true"
+TRUST_KEY = "trust_remote_code"
+"""Its name in the message of transformers where a model's own code would run and nobody has consented."""
+TRUST = f"read that code; if you trust it, set actor.model.{TRUST_KEY}=true"
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files that are downloaded besides weights."""
 TERMS = ("LICENSE*", "LICENCE*", "License*", "license*", "NOTICE*", "Notice*", "COPYING*", "USE_POLICY*")
@@ -57,16 +59,26 @@ def load_config(
             loaded = kind.from_pretrained(name, **of_hub)
         else:
             loaded = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, **of_hub)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        what = f"{path} holds no config.json of a model that transformers supports: {_first_line(error)}"
-        if is_unreached(error):
-            what = f"there is no directory {path} here, and {NO_COPY}"
-        near = "" if Path(path).is_dir() else nearest_directory(Path(path))
-        remedy = TRUST if "trust_remote_code" in str(error) else near + GIVE_A_MODEL
-        raise ModelError(what, where=MODEL_PATH, remedy=remedy) from error
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
+        raise _unread(path, error) from error
     forget_quantization(loaded)
     _override(loaded, {**config.config_overrides, **(overrides or {})})
     return loaded
+
+
+def _unread(path: str, error: Exception) -> ModelError:
+    """Why a model's config is not read."""
+    if TRUST_KEY in str(error):
+        what = f"the config of {path} is custom code, which runs only with consent"
+        return ModelError(what, where=MODEL_PATH, remedy=TRUST)
+    if isinstance(error, ImportError):  # of the custom code
+        what = f"the code of {path} cannot be imported: {_first_line(error)}"
+        return ModelError(what, where=MODEL_PATH, remedy="install what it needs in this environment")
+    what = f"{path} holds no config.json of a model that transformers supports: {_first_line(error)}"
+    if is_unreached(error):
+        what = f"there is no directory {path} here, and {NO_COPY}"
+    near = "" if Path(path).is_dir() else nearest_directory(Path(path))
+    return ModelError(what, where=MODEL_PATH, remedy=near + GIVE_A_MODEL)
 
 
 def is_unreached(error: BaseException | None) -> bool:
@@ -193,10 +205,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **of_hub)
     except Exception as error:  # tokenizers raises plain Exceptions for a truncated file
+        asked = TRUST_KEY in str(error)
         raise ModelError(
-            f"{path} holds no tokenizer that can be read: {_first_line(error)}",
+            f"the tokenizer of {path} is custom code, which runs only with consent"
+            if asked
+            else f"{path} holds no tokenizer that can be read: {_first_line(error)}",
             where="actor.tokenizer.tokenizer_model",
-            remedy=remedy,
+            remedy=TRUST if asked else remedy,
         ) from error
     # Without any files transformers makes some of its tokenizers with special tokens alone.
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():

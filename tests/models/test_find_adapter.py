@@ -17,7 +17,7 @@ from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models import pretrained
 from shardtune.models.find_adapter import causal_lm, find_adapter, known_architectures
 from shardtune.models.get_model import get_model
-from shardtune.models.pretrained import load_config, model_directory
+from shardtune.models.pretrained import load_config, load_tokenizer, model_directory
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.workspace import make_model, make_tokenizer, make_workspace, rows
 
@@ -144,8 +144,23 @@ def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
     values |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(ModelError, match="trust_remote_code"):
+    with pytest.raises(ModelError, match=r"^the config of .* is custom code, which runs only with consent") as error:
         causal_lm(config(tmp_path))
+    assert "trust_remote_code=true" in error.value.remedy
+    assert not (tmp_path / "ran").exists()
+    (tmp_path / "code.py").write_text("import not_installed_here\n")
+    with pytest.raises(ModelError, match=r"cannot be imported: .*not_installed_here"):
+        causal_lm(config(tmp_path, trust_remote_code=True))
+
+
+def test_code_of_a_tokenizer_is_not_run(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ModelError, match=r"^the tokenizer of .* is custom code, which runs only with consent") as error:
+        load_tokenizer(str(tmp_path))
+    assert "trust_remote_code=true" in error.value.remedy
     assert not (tmp_path / "ran").exists()
 
 

@@ -35,6 +35,8 @@ HEAD_SECONDS = 10.0
 ADDRESS = "RAY_ADDRESS"
 TOKENS = "RAY_AUTH_MODE"
 NO_CLUSTER = "ray status shows a running cluster, ray start --head begins one"
+LATEST_LOGS = "ray/session_latest/logs"
+"""Of the cluster that was started last on this machine, below the directory of temporary files."""
 
 
 class ActorEnded(Exception):
@@ -145,8 +147,10 @@ def connect(
         _begin_own(begin) if address is None else begin()
     except Exception as error:  # Ray raises the class itself where a process of its own does not start in time
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if address is None:
+            raise _not_begun(reason, where) from error
         # Ray turns its token on by itself for a head that it starts, but not for an address that is given.
-        token = "" if address is None or TOKENS in os.environ else f"; where the head has a token, set {TOKENS}=token"
+        token = "" if TOKENS in os.environ else f"; where the head has a token, set {TOKENS}=token"
         raise no_cluster(reason, where, remedy + token) from error
     return True
 
@@ -163,6 +167,17 @@ def _begin_own(begin: Callable[[], object]) -> None:
             raise
         ray.shutdown()
         begin()
+
+
+def _not_begun(reason: str, where: str) -> ParallelError:
+    """The error for a cluster of this machine alone that does not start."""
+    logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), LATEST_LOGS)
+    return ParallelError(
+        f"no Ray cluster of this machine alone could be started: {reason}",
+        where=where,
+        remedy=f"read its logs in {logs}, and try again when the machine is less busy; or start one with ray start "
+        "--head and give auto as the address",
+    )
 
 
 def _check_head(address: str | None, where: str, remedy: str) -> None:

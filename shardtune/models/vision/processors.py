@@ -20,7 +20,7 @@ from shardtune.data.images.derived import derived_class
 from shardtune.data.images.placeholders import AppliedImages, ImageText
 from shardtune.data.images.whole_rows import WholeRows
 from shardtune.errors import ModelError
-from shardtune.models.pretrained import MODEL_PATH, TRUST, model_directory
+from shardtune.models.pretrained import MODEL_PATH, TRUST, TRUST_KEY, model_directory
 
 GIVE_A_PROCESSOR = "give the directory of a vision-language model with its processor, as save_pretrained writes both"
 INSTALL = "pip install 'shardtune[vlm]'"
@@ -188,8 +188,8 @@ def _cannot_load(path: str, name: str, error: Exception) -> ModelError:
         remedy = "pip install torchvision, or use a model whose image processor works by Pillow (shardtune models)"
     elif isinstance(error, ImportError):
         what, remedy = f"the processor {name} of {path} needs a package that is missing: {reason}", INSTALL
-    elif "trust_remote_code" in str(error):
-        what, remedy = f"the processor of {path} is custom code", TRUST
+    elif TRUST_KEY in str(error):
+        what, remedy = f"the processor of {path} is custom code, which runs only with consent", TRUST
     else:
         what, remedy = f"the processor {name} of {path} cannot be loaded: {reason}", GIVE_A_PROCESSOR
     return ModelError(what, where=MODEL_PATH, remedy=remedy)

@@ -67,7 +67,7 @@ class Replay:
         run_dir: of the run.
         step: as in metrics.jsonl.
         start: where it began; None where nothing was computed.
-        ranks: on which the step was trained.
+        ranks: on which the step was trained, or would be.
         rows: of the step, in its order; empty where a user's loader does not number them.
         recorded: its line of metrics.jsonl; empty if it has none.
         measured: None where nothing was computed.
@@ -76,6 +76,7 @@ class Replay:
         passed: the rows of each step that was passed over between the step before and this one.
         tokenizer: for showing rows.
         notes: what a reader should know.
+        trained: whether the run has done it; False for the one after its last.
     """
 
     run_dir: Path
@@ -90,6 +91,7 @@ class Replay:
     passed: Sequence[Sequence[RowLine]] = ()
     tokenizer: PreTrainedTokenizerBase | None = None
     notes: Sequence[str] = field(default_factory=list)
+    trained: bool = True
 
 
 def replay(
@@ -141,7 +143,7 @@ def replay(
 def _listed(worker: FSDPSftWorker, record: Record, start: Start, step: int, ranks: int) -> tuple[Replay, Place | None]:
     """The rows of a step, which the order of rows gives, and its place; None with a loader of the user's."""
     task, recorded = worker.task, record.steps.get(step, {})
-    plain = Replay(record.run_dir, step, None, ranks, (), recorded)
+    plain = Replay(record.run_dir, step, None, ranks, (), recorded, trained=step <= record.last_step)
     if not isinstance(task, CachedRowsTask) or not type(worker).build_dataloader.__module__.startswith(OWN):
         note = f"{type(worker).__name__} makes its batches itself: their rows have no numbers"
         return replace(plain, notes=[note]), None

@@ -41,7 +41,8 @@ def show(found: Replay, display: Display) -> None:
 def _parts(found: Replay) -> Iterator[Text | Table]:
     run, number = shown_path(found.run_dir), len(found.rows)
     began = "" if found.start is None else f", from {found.start}"
-    ranks = f"trained on {found.ranks} rank{'' if found.ranks == 1 else 's'}"
+    ranks = f"on {found.ranks} rank{'' if found.ranks == 1 else 's'}"
+    ranks = f"trained {ranks}" if found.trained else f"the one after its last, as {ranks}"
     yield plain(f"step {found.step} of {run}, {ranks}{began}", style="bold")
     if found.measured is not None:
         yield _metrics(found.recorded, found.measured.metrics)
@@ -177,6 +178,7 @@ def as_json(found: Replay) -> dict[str, Any]:
         "run": str(found.run_dir),
         "step": found.step,
         "ranks": found.ranks,
+        "trained": found.trained,
         "recorded": dict(found.recorded),
         "rows": [line.as_json() for line in found.rows],
         "passed_over": [[line.as_json() for line in rows] for rows in found.passed],

@@ -260,10 +260,11 @@ def test_an_evaluation_that_is_stopped_has_trained_nothing(tiny: Tiny, monkeypat
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_cluster_of_this_machine_has_a_second_chance_to_start_in_time(
-    monkeypatch: pytest.MonkeyPatch, failures: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     import ray
 
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     begun: list[dict[str, Any]] = []
 
     def init(**arguments: Any) -> None:
@@ -277,8 +278,10 @@ def test_a_cluster_of_this_machine_has_a_second_chance_to_start_in_time(
     if failures == 1:
         assert ray_cluster.connect(None, cores=2, where="here")
     else:
-        with pytest.raises(ParallelError, match="the Ray cluster cannot be used: The current node timed out"):
+        with pytest.raises(ParallelError, match="alone could be started: The current node timed out") as error:
             ray_cluster.connect(None, cores=2, where="here")
+        assert "ray status" not in str(error.value)  # it is for a cluster that runs already
+        assert f"read its logs in {tmp_path}" in str(error.value)
     assert [call["address"] for call in begun] == ["local", "local"]
     assert begun[0]["num_cpus"] == 2
 

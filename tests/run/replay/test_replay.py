@@ -196,6 +196,15 @@ def test_a_step_that_was_passed_over_is_told_from_the_one_after_it(trained: Trai
     assert [line.number for line in replay(run, 6, only_rows=True).rows] == taken[6]
 
 
+def test_the_step_after_the_last_is_not_called_trained(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained.tiny.run("two")
+    for step, told in ((8, "trained on 2 ranks"), (9, "the one after its last, as on 2 ranks")):
+        replay_command(run, step, only_rows=True)
+        assert f"step {step} of {run}, {told}" in " ".join(capsys.readouterr().out.split())
+        replay_command(run, step, only_rows=True, as_json=True)
+        assert json.loads(capsys.readouterr().out)["trained"] == (step == 8)
+
+
 def test_what_cannot_be_replayed_is_refused(trained: Trained, tmp_path: Path) -> None:
     run = trained.tiny.run("one")
     with pytest.raises(ConfigError, match="there is no step 0"):
