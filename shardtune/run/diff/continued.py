@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from shardtune.checkpoint.records import intact_copy
 from shardtune.checkpoint.store import CheckpointStore
@@ -28,16 +29,34 @@ def changed_on_the_way(first: StoredRun, second: StoredRun) -> Iterator[Differen
             yield Difference("history", short_key(key), was, now, effects_of(key))
 
 
+def other_before(run: StoredRun, keys: Sequence[str]) -> str:
+    """Why steps of a run may have had another value of one of these keys than the last; "" where none had."""
+    values = _earlier(run)
+    for key in keys:
+        if key in values:
+            return f"it was continued after step {values[key][-1][0]:,} with another {short_key(key)}"
+    recipe = run.resolved
+    if recipe is None or len(run.starts()) < 2 or _copies(run):
+        return ""
+    allowed = [short_key(key) for key in keys if recipe.runner.allows(key)]
+    if not allowed:
+        return ""
+    return f"it was continued with {', '.join(allowed)} in runner.allow_changes, and the value before is not known"
+
+
+def _copies(run: StoredRun) -> list[tuple[int, Path]]:
+    """The recipes in the checkpoints that are left of before the run was continued last, with their steps."""
+    store, last_start = CheckpointStore(run.path / "checkpoints"), run.starts()[-1][0]
+    found = [(step, intact_copy(store.path(step), CONFIG)) for step in store.steps() if step <= last_start]
+    return [(step, file) for step, file in found if file is not None]
+
+
 def _earlier(run: StoredRun) -> History:
     """What the checkpoints of a run that are left have recorded."""
     found: History = {}
     if len(run.starts()) < 2:
         return found
-    store, last_start = CheckpointStore(run.path / "checkpoints"), run.starts()[-1][0]
-    for step in store.steps():
-        file = intact_copy(store.path(step), CONFIG)
-        if file is None or step > last_start:
-            continue
+    for step, file in _copies(run):
         stored = flatten(read_stored(file.read_text(encoding="utf-8")))
         then = {FORMER_KEYS.get(key, key): value for key, value in stored.items()}
         for key in then.keys() & run.settings.keys():

@@ -19,6 +19,7 @@ from shardtune.data.cache_directory import cache_root
 from shardtune.data.loader.order import DataOrder, OrderSource
 from shardtune.data.quarantine import without_quarantined
 from shardtune.errors import ShardtuneError
+from shardtune.run.diff.continued import other_before
 from shardtune.run.stored_run import StoredRun
 from shardtune.training.worker.run_context import silent
 
@@ -27,6 +28,7 @@ BLOCK_ROWS = 1 << 18
 SHOWN_ROWS = 3
 OF_ORDER = ("runner.seed", "data.shuffle", "actor.global_batch_size", "actor.global_batch_tokens", "data.eval_split")
 """Keys that the order of rows depends on."""
+LEFT_OUT_BY = "data.quarantine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +266,14 @@ def _orders(first: StoredRun, second: StoredRun) -> tuple[list[RunOrder], str]:
             raise NotKnown(f"{run.path}: the order of its rows is not recorded, as {why}")
         if any(file["key"] is None for file in data["train"]):
             raise NotKnown(f"{run.path}: its rows were tokenised file by file (data.cache: by_file)")
+        other = other_before(run, (*OF_ORDER, LEFT_OUT_BY))
+        if other:
+            raise NotKnown(f"{run.path}: {other}, so one order does not hold for all of its steps")
     data = [run.manifest["data"] for run in (first, second)]
     if data[0]["train_fingerprint"] == data[1]["train_fingerprint"]:
         # The same rows in the same order: their numbers are enough, but steps that are cut by tokens need lengths, and
         # rows that are left out are known by their content.
-        needed = ("actor.global_batch_tokens", "data.quarantine")
+        needed = ("actor.global_batch_tokens", LEFT_OUT_BY)
         rows = [_encoded_rows(run) if any(map(run.settings.get, needed)) else None for run in (first, second)]
         if all(one is None for one in rows):
             return [RunOrder(run, None) for run in (first, second)], "their numbers in the same data"

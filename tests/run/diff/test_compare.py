@@ -276,6 +276,20 @@ def test_rows_that_are_left_out_part_the_rows(
     assert "or are no longer those of the run" in compare(tiny.run("base"), run).rows.unknown
 
 
+def test_one_order_is_not_taken_for_the_steps_before_another_seed(tiny: Tiny) -> None:
+    """Nor for those before other rows were left out; where no checkpoint knows, the recipe's consent says so."""
+    changed = tiny.recipe("later seed", **FAST, runner__max_steps=2)
+    shardtune.train(changed)
+    changed["runner"] |= {"max_steps": 4, "seed": 7, "allow_changes": ["runner.seed"]}
+    shardtune.train(changed)
+    found = compare(tiny.run("base"), tiny.run("later seed"))
+    assert "it was continued after step 2 with another runner.seed, so one order" in found.rows.unknown
+    assert (found.rows.steps, found.rows.step) == (0, None)
+    shutil.rmtree(tiny.run("later seed") / "checkpoints" / "global_step_2")
+    found = compare(tiny.run("base"), tiny.run("later seed"))
+    assert "it was continued with runner.seed in runner.allow_changes, and the value before" in found.rows.unknown
+
+
 def test_a_step_that_was_passed_over_moves_the_rows(tiny: Tiny, edited: Callable[..., Path]) -> None:
     run = edited()
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
