@@ -15,7 +15,7 @@ from shardtune.config.paths import ALL_KEYS
 from shardtune.config.rank_layout import Layout
 from shardtune.config.typed_paths import TYPED
 from shardtune.errors import ConfigError
-from shardtune.launch.jobs.container_files import Job, dockerfile, job_set, ray_job, sky_task
+from shardtune.launch.jobs.container_files import VOLUME, Job, dockerfile, job_set, ray_job, sky_task
 from shardtune.launch.jobs.slurm_script import (
     JOB_ID,
     JOB_PORT,
@@ -100,6 +100,7 @@ def launch_commands(
         f"# {ranks}: {hosts.nodes} host{'s' if several else ''} x {hosts.per_node}; layout: {layout}",
         *(["# every host needs the same environment, recipe and data, and the run directory on a disk they share"]
           if several else []),
+        *(_outside(loaded, recipe) if set(launchers) & set(CONTAINER_FILES) else []),
     ]  # fmt: skip
     if tuple(launchers) == COMMANDS:
         parts.append(f"# --by {' | '.join(OTHERS)} prints a file for that system; --by all prints everything")
@@ -198,7 +199,26 @@ def _slurm(recipe: Recipe, hosts: Hosts, command: list[str], array: str | None) 
     return slurm_script(recipe, job, environment=_environment(hosts).splitlines(), torchrun=torchrun, command=command)
 
 
+def _on_volume(path: str | Path) -> Path | None:
+    """A path as seen from the working directory, which is the volume in a container; None outside of it."""
+    path, here = Path(os.path.abspath(path)), Path.cwd()
+    return next((one.relative_to(here) for one in (path, path.resolve()) if one.is_relative_to(here)), None)
+
+
+def _outside(recipe: Recipe, file: str) -> list[str]:
+    """Remarks on files that a container does not see."""
+    logger = recipe.runner.logger
+    named = {"the recipe": Path(file), "the run directory": Path(logger.log_path) / str(logger.experiment_name)}
+    return [
+        f"# FILL IN: {what} {path} is outside of the working directory, which is the volume in a container ({VOLUME})"
+        for what, path in named.items()
+        if _on_volume(path) is None and not path.is_relative_to(VOLUME)
+    ]
+
+
 def _container_file(write: Callable[[Job], str], recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
+    train, file, *overrides = command
+    command = [train, str(_on_volume(file) or file), *overrides]
     keys = [*_ray_keys(recipe, hosts), "runner.ray.address=auto", "runner.ray.wait_seconds=600"]
     shape = _shape(hosts)[1:] if hosts.nodes == 1 else _shape(hosts)
     port = recipe.runner.master_port or PORT

@@ -164,6 +164,19 @@ def test_the_image_has_the_pinned_versions(show: Callable[..., str], device: str
             assert all((ROOT / name).exists() for name in line.split()[1:-1])
 
 
+@pytest.mark.parametrize("kind", ["docker", "kuberay", "jobset", "skypilot"])
+def test_paths_are_those_on_the_volume(show: Callable[..., str], tmp_path: Path, kind: str) -> None:
+    """The working directory is the volume; what lies elsewhere is named, as a container does not see it."""
+    shown = show(kind)
+    assert launch_commands(str(tmp_path / "my recipe.yaml"), (), 2, 4, [kind]) == shown
+    assert "outside of the working directory" not in shown
+    assert "outside of the working directory" not in show(kind, f"runner.logger.log_path={VOLUME}/runs")
+    (tmp_path.parent / "elsewhere.yaml").write_text((tmp_path / "my recipe.yaml").read_text())
+    shown = launch_commands("../elsewhere.yaml", (), 2, 4, [kind])
+    assert "# FILL IN: the recipe ../elsewhere.yaml is outside of the working directory" in shown
+    assert "# FILL IN: the run directory /elsewhere/My run_2 is" in show(kind, "runner.logger.log_path=/elsewhere")
+
+
 def test_the_probe_fails_for_a_run_of_this_start_that_has_stopped_moving(
     tmp_path: Path, show: Callable[..., str]
 ) -> None:
