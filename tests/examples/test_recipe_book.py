@@ -47,6 +47,21 @@ def test_every_recipe_is_valid_as_it_is_and_as_it_is_changed(book: ModuleType) -
     assert models <= set(book.PUBLISHED)
 
 
+def test_steps_rates_and_lengths_are_those_of_the_page(book: ModuleType) -> None:
+    """Its sentences about all recipes, with what they except."""
+    page = " ".join((ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").split())
+    assert "they are 2e-5 below 4 billion parameters and for OpenVLA, 1e-5 above and for embeddings and Whisper" in page
+    for file in RECIPES:
+        recipe = load_recipe(str(file), files_must_exist=False)
+        robot, embedding, speech = (part in file.stem for part in ("openvla", "embedding", "whisper"))
+        small = book.PUBLISHED[book.model_of(file)].parameters < 4  # billions
+        full = 2e-5 if robot or (small and not embedding and not speech) else 1e-5
+        rate = full if file.stem.endswith("-full") else 5e-4 if robot else 2e-4
+        assert recipe.actor.optim.lr == rate, file.stem
+        assert recipe.actor.global_batch_size == (1024 if embedding else 64), file.stem
+        assert recipe.data.max_length == (512 if embedding or robot else 4096), file.stem
+
+
 def test_the_table_is_what_was_planned(book: ModuleType) -> None:
     assert set(STORED) <= {file.name for file in RECIPES}
     for name, planned in STORED.items():
