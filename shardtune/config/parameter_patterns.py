@@ -29,6 +29,15 @@ PARTS = {
 """For each part, a regular expression that matches the names of its parameters only."""
 
 
+SIGNS = re.compile(r"[\\()\[\]{}|^$*+?]")
+"""What a regular expression has, and no name of a module."""
+
+
+def is_pattern(targets: str | Sequence[str]) -> bool:
+    """Whether `target_modules` is a regular expression for whole names, and no name."""
+    return isinstance(targets, str) and SIGNS.search(targets) is not None
+
+
 def as_pattern(text: str) -> str:
     """The regular expression of a recipe's name pattern: a part's, or the pattern itself."""
     return PARTS.get(text, text)

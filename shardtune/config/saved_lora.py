@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from shardtune.config.layers import Merged
+from shardtune.config.parameter_patterns import is_pattern
 from shardtune.config.shown import as_written
 from shardtune.config.tree import Tree, get_section
 from shardtune.errors import ConfigError
@@ -32,8 +34,11 @@ FIXED = {
 EMPTY: dict[str, object] = {"layers_to_transform": None, "rank_pattern": {}, "alpha_pattern": {}}
 """What stands for null in PEFT's file; for the other keys it is an empty list."""
 FREE = {"dropout": "lora_dropout"}
+NAMING = ("target_modules", "modules_to_save")
+"""The keys that name modules, in a recipe by endings or patterns."""
 OF_EVERY_METHOD = ("target_modules", "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern")
 LORA = "LORA"
+ALL_LINEAR = "all-linear"
 
 
 def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) -> list[ConfigError]:
@@ -76,7 +81,7 @@ def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) ->
         written = given.given(f"{SECTION}.{name}")
         if written is None:
             section[name] = value
-        elif must_exist and name not in FREE and _comparable(section[name]) != _comparable(value):
+        elif must_exist and name not in FREE and not _may_agree(name, section[name], value):
             problems.append(
                 ConfigError(
                     f"{SECTION}.{name}: {as_written(section[name])}, but the adapter in {file.parent} has "
@@ -95,6 +100,24 @@ def _value(stored: Mapping[str, object], name: str) -> object:
     if isinstance(value, list):
         return sorted(value)
     return float(value) if isinstance(value, int) and name in ("lora_alpha", "lora_dropout") else value
+
+
+def _may_agree(name: str, given: object, stored: object) -> bool:
+    """Whether a recipe may say what a stored adapter does.
+
+    Modules are stored by their full names. A recipe that gives endings or a pattern for all of these may mean others of
+    the model as well, which is checked once there is a model (`shardtune.models.lora.attach`).
+    """
+    if _comparable(given) == _comparable(stored):
+        return True
+    if name not in NAMING or not isinstance(stored, list) or not stored:
+        return False
+    if isinstance(given, str) and (given == ALL_LINEAR or is_pattern(given)):
+        return given == ALL_LINEAR or all(re.fullmatch(given, each) for each in stored)
+    endings = given if isinstance(given, list) else [given]
+    found = {ending: [each for each in stored if f".{each}".endswith(f".{ending}")] for ending in endings}
+    covered = {each for matched in found.values() for each in matched} == set(stored)
+    return all(found.values()) and (covered or name == "modules_to_save")  # which has modules of shared weights, too
 
 
 def _comparable(value: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,29 @@ def test_keys_that_say_otherwise_than_the_adapter_are_refused(load, stored: Path
     with pytest.raises(ConfigError, match=r"but the adapter in .*before has") as error:
         load(LORA, f"actor.model.lora.adapter_path={stored}", f"actor.model.lora.{given}")
     assert f"where:  override actor.model.lora.{given}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "agrees"),
+    [
+        ("target_modules=[up, out]", True),
+        ("target_modules=all-linear", True),
+        ("target_modules='.*(up|out)'", True),
+        ("modules_to_save=[head]", True),
+        ("target_modules=[up]", False),
+        ("target_modules=[up, out, down]", False),
+        ("target_modules='.*up'", False),
+        ("modules_to_save=[head, norm]", False),
+    ],
+)
+def test_modules_that_are_stored_by_full_names_may_be_named_as_in_the_first_recipe(
+    load, stored: Path, given: str, *, agrees: bool
+) -> None:
+    """The same recipe goes on from its own adapter."""
+    names = {"target_modules": ["blocks.0.up", "blocks.1.up", "out"], "modules_to_save": ["model.head"]}
+    (stored / "adapter_config.json").write_text(json.dumps(STORED | names))
+    with nullcontext() if agrees else pytest.raises(ConfigError, match=r"but the adapter in .*before has"):
+        load(LORA, f"actor.model.lora.load_from={stored}", f"actor.model.lora.{given}")
 
 
 def test_an_adapter_that_is_not_there_is_refused(load, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardtune.config import LoraConfig
+from shardtune.config.parameter_patterns import is_pattern
 from shardtune.errors import ConfigError
-from shardtune.models.lora.choice import is_pattern
 from shardtune.models.lora.config import (
     CONVOLUTIONS,
     DECOMPOSING,
@@ -119,6 +119,7 @@ def attach_adapter(
         made = stored_config(Path(config.load_from))
         made.lora_dropout = config.dropout
         trained = trained_in_full(model, _stored_whole(model, made, Path(config.load_from)), notes)
+        meant = _meant(model, config, made, trained)
         made.modules_to_save = None  # PEFT would train a copy and keep the original in memory
         names, init = None, made.init_lora_weights
         made.init_lora_weights = MICA if init == MICA else True  # the model is on the meta device
@@ -127,6 +128,7 @@ def attach_adapter(
         init = config.init
         trained = trained_in_full(model, [*config.modules_to_save, *_to_train(model, config, afresh, notes)], notes)
         made, names = fresh_config(model, config, trained, notes)
+        meant = None
         made.trainable_token_indices = trained_rows(model, new_ids, _inside(model, trained)) or None
         if names and any(name in names for name in made.trainable_token_indices or ()):
             raise ConfigError(
@@ -137,6 +139,7 @@ def attach_adapter(
     thawed = [parameter for name in trained for parameter in _to_thaw(model.get_submodule(name))]
     _inject(made, model)
     _check_reach(model, names)
+    _check_meant(model, config, meant)
     notes += _check_beginning(model, init, "init" if config.load_from is None else "load_from")
     notes += _not_for_peft(trained)
     for _, wrapper in token_rows(model):
@@ -167,14 +170,17 @@ def _attach_other(
     if config.load_from is not None:
         made, names = stored_other_config(Path(config.load_from)), None
         trained = trained_in_full(model, _stored_whole(model, made, Path(config.load_from)), notes)
+        meant = _meant(model, config, made, trained)
     else:
         trained = trained_in_full(model, [*config.modules_to_save, *_to_train(model, config, afresh, notes)], notes)
         names = targeted(model, peft.LoraConfig(), config, trained, notes)
         made = other_config(model, config, names, as_target(model, names))
+        meant = None
     thawed = [parameter for name in trained for parameter in _to_thaw(model.get_submodule(name))]
     vars(made)["modules_to_save"] = None  # PEFT would train a copy and keep the original in memory
     inject_other(made, model, seed, compute)
     _check_reach(model, names)
+    _check_meant(model, config, meant)
     vars(made)["modules_to_save"] = sorted(trained) or None
     for parameter in thawed:
         parameter.requires_grad_(True)
@@ -375,6 +381,50 @@ def _check_reach(model: nn.Module, names: Collection[str] | None) -> None:
             f"{unsupported[0]} is an nn.MultiheadAttention, whose adapter would be merged and removed in every forward",
             where=f"{SECTION}.target_modules",
             remedy="leave it out",
+        )
+
+
+def _meant(model: nn.Module, config: LoraConfig, stored: peft.PeftConfig, trained: Sequence[str]) -> list[str] | None:
+    """The modules that a recipe targets in its own words, beside those of the stored adapter that it starts from.
+
+    Args:
+        model: not adapted yet.
+        config: the recipe's; where it names no modules, they are those of the stored adapter.
+        stored: PEFT's description of that adapter.
+        trained: the modules that it has in full.
+
+    Returns:
+        Their full names; None where the recipe has no words of its own.
+
+    Raises:
+        ConfigError: it names other modules to be trained in full.
+    """
+    given = config.model_fields_set
+    if "modules_to_save" in given and sorted(config.modules_to_save) != sorted(saved_whole(stored)):
+        _check_same("modules_to_save", config, trained_in_full(model, config.modules_to_save, []), trained)
+    targets = vars(stored)["target_modules"]
+    targets = targets if isinstance(targets, str) else sorted(targets or ())
+    own = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)
+    if "target_modules" not in given or own == targets:
+        return None
+    return targeted(model, peft.LoraConfig(), config, trained, [])
+
+
+def _check_meant(model: nn.Module, config: LoraConfig, meant: Collection[str] | None) -> None:
+    """Refuse a stored adapter on other modules than the recipe's own words mean."""
+    if meant is not None:
+        adapted = [name for name, layer in lora_layers(model) if not isinstance(layer, peft.ParamWrapper)]
+        _check_same("target_modules", config, meant, adapted)
+
+
+def _check_same(key: str, config: LoraConfig, meant: Collection[str], stored: Collection[str]) -> None:
+    for name in sorted({*meant} ^ {*stored}):
+        what = "leaves out" if name in stored else "means"
+        has = "has" if name in stored else "does not have"
+        raise ConfigError(
+            f"{SECTION}.{key} {what} {name}, which the adapter in {config.load_from} {has}",
+            where=f"{SECTION}.{key}",
+            remedy="leave it out: with load_from, the adapter's own modules are used",
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -20,15 +20,6 @@ T = TypeVar("T", int, str)
 SECTION = "actor.model.lora"
 SHOWN = 8
 """How many names a message has where none is similar."""
-
-
-SIGNS = re.compile(r"[\\()\[\]{}|^$*+?]")
-"""What a regular expression has, and no name of a module."""
-
-
-def is_pattern(targets: str | Sequence[str]) -> bool:
-    """Whether `target_modules` is a regular expression for whole names, and no name."""
-    return isinstance(targets, str) and SIGNS.search(targets) is not None
 
 
 def chosen(model: nn.Module, config: LoraConfig, named: Mapping[str, bool]) -> list[str]:

@@ -12,12 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.config import LoraConfig
+from shardtune.config.parameter_patterns import is_pattern
+from shardtune.config.saved_lora import ALL_LINEAR
 from shardtune.errors import ConfigError
-from shardtune.models.lora.choice import SECTION, chosen, in_layers, is_pattern, own_values
+from shardtune.models.lora.choice import SECTION, chosen, in_layers, own_values
 from shardtune.models.lora.linear_layers import LINEAR, lost_when_loaded, uncalled, unlike_linear
 from shardtune.parallel import peft_names as peft
 
-ALL_LINEAR = "all-linear"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"

@@ -451,6 +451,27 @@ def test_patterns_reach_stacked_experts_and_keep_their_order_in_the_file(tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["norm"]}, ""),
+        ({"target_modules": r".*\.(q|up)_proj"}, ""),
+        ({"target_modules": ["proj"]}, "target_modules: no module"),
+        ({"target_modules": ["q_proj"]}, "leaves out model.layers.0.mlp.up_proj, which the adapter in"),
+        ({"target_modules": "all-linear"}, "means model.layers.0.mlp.down_proj, which the adapter in"),
+        ({"modules_to_save": ["input_layernorm"]}, "modules_to_save means model.layers.0.input_layernorm, which"),
+    ],
+)
+def test_the_words_of_a_recipe_mean_the_modules_of_the_adapter_that_it_starts_from(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    model = empty(tiny_config("llama"))
+    attach_adapter(model, LoraConfig(target_modules=["q_proj", "up_proj"], modules_to_save=["norm"]))
+    adapter_config(model).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=re.escape(message)) if message else nullcontext():
+        attach_adapter(empty(tiny_config("llama")), LoraConfig(load_from=str(tmp_path), **given))
+
+
+@pytest.mark.parametrize(
     ("changes", "message", "remedy"),
     [
         ({"rank_pattern": {"q_prj": 4}}, "rank_pattern: q_prj matches no adapted module", "q_proj"),
