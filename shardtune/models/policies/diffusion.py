@@ -26,11 +26,10 @@ from shardtune.data.encoder import Row
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import Measured
 from shardtune.models.options import KEY
-from shardtune.models.policies.features import ACTION, STATE, Features, PolicyOptions
+from shardtune.models.policies.features import ACTION, STATE, Features, PolicyOptions, Size
 from shardtune.models.policies.policy import IS_PAD, Inputs, Policy
 from shardtune.models.policies.resnet import Backbone, ResNet, feature_size, read_backbone
 
-Size = tuple[int, int]
 CHANNELS_OF_A_GROUP = 16
 LAST_GROUPS = 8
 """Groups of the norm before the last convolution."""
@@ -64,16 +63,16 @@ class DiffusionOptions(PolicyOptions):
     down_dims: tuple[int, ...] = Field((512, 1024, 2048), min_length=1)
     kernel_size: int = Field(5, ge=1)
     n_groups: int = Field(8, ge=1)
-    diffusion_step_embed_dim: int = Field(128, ge=4)
+    diffusion_step_embed_dim: int = Field(128, ge=4, multiple_of=2)
     use_film_scale_modulation: bool = True
     noise_scheduler_type: Literal["DDPM", "DDIM"] = "DDPM"
     num_train_timesteps: int = Field(100, ge=1)
     beta_schedule: str = "squaredcos_cap_v2"
-    beta_start: float = 0.0001
-    beta_end: float = 0.02
+    beta_start: float = Field(0.0001, gt=0, lt=1)
+    beta_end: float = Field(0.02, gt=0, lt=1)
     prediction_type: Literal["epsilon", "sample"] = "epsilon"
     clip_sample: bool = True
-    clip_sample_range: float = 1.0
+    clip_sample_range: float = Field(1.0, gt=0)
     num_inference_steps: int | None = Field(None, ge=1)
     do_mask_loss_for_padding: bool = False
 
@@ -94,9 +93,21 @@ class DiffusionOptions(PolicyOptions):
             raise ValueError("crop_ratio has no effect without resize_shape; crop_shape has")
         if self.use_group_norm and self.pretrained_backbone_weights is not None:
             raise ValueError("pretrained_backbone_weights are those of a backbone with use_group_norm: false")
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size ({self.kernel_size}) is even, which would make chunks longer")
+        steps = self.num_inference_steps or 1
+        if steps > self.num_train_timesteps:
+            raise ValueError(
+                f"num_inference_steps ({steps}) is more than num_train_timesteps ({self.num_train_timesteps})"
+            )
         if self.resize_shape is not None:
-            height, width = (int(size * self.crop_ratio) for size in self.resize_shape)
-            self.crop_shape = (height, width) if self.crop_ratio < 1 else None
+            height, width = (max(1, int(size * self.crop_ratio)) for size in self.resize_shape)
+            cut = (height, width) if self.crop_ratio < 1 else None
+            if self.crop_shape not in (None, cut):
+                raise ValueError(
+                    f"crop_shape ({list(self.crop_shape or ())}) has no effect with resize_shape; crop_ratio has"
+                )
+            self.crop_shape = cut
         return self
 
     @property
@@ -282,6 +293,7 @@ class DiffusionPolicy(Policy):
 
     def build(self) -> nn.Module:
         self._check_sizes()
+        self.scheduler()
         return DiffusionModule(self.options, self.features)
 
     def _check_sizes(self) -> None:
@@ -373,7 +385,14 @@ class DiffusionPolicy(Policy):
             ) from error
         names = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule")
         names += ("clip_sample", "clip_sample_range", "prediction_type")
-        return kind(**{name: getattr(options, name) for name in names})
+        try:
+            return kind(**{name: getattr(options, name) for name in names})
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"the {kind.__name__} of diffusers has no beta_schedule {options.beta_schedule!r}",
+                where=f"{KEY}.beta_schedule",
+                remedy="choose squaredcos_cap_v2, LeRobot's default, linear or scaled_linear",
+            ) from error
 
     def predict(self, model: Any, inputs: Inputs, noise: torch.Tensor | None = None) -> torch.Tensor:
         """A chunk [rows, C, A], normalised.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +17,9 @@ from shardtune.errors import ConfigError
 from shardtune.models.options import KEY
 
 STATE, ACTION = "observation.state", "action"
+Side = Annotated[int, Field(ge=1)]
+Size = tuple[Side, Side]
+"""Height and width of images, in an option."""
 CAMERA_PREFIXES = ("observation.images.", "observation.")
 
 

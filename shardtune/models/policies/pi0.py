@@ -35,6 +35,7 @@ from shardtune.models.policies.action_expert import (
     take_layers,
     unread,
 )
+from shardtune.models.policies.features import Size
 from shardtune.models.policies.flow_matching import FlowOptions, FlowPolicy, Frame
 from shardtune.models.policies.vlm_files import read_config, tensors_in
 from shardtune.models.pretrained import model_directory
@@ -89,7 +90,7 @@ class PI0Options(FlowOptions):
     time_sampling_beta_beta: float = Field(1.0, ge=1, le=1)
     time_sampling_scale: float = 0.999
     time_sampling_offset: float = 0.001
-    image_resolution: tuple[int, int] = (224, 224)
+    image_resolution: Size = (224, 224)
     freeze_vision_encoder: bool = False
     train_expert_only: bool = False
 

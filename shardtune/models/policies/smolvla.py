@@ -30,6 +30,7 @@ from shardtune.models.policies.action_expert import (
     take_layers,
     unread,
 )
+from shardtune.models.policies.features import Size
 from shardtune.models.policies.flow_matching import FlowOptions, FlowPolicy, Frame
 from shardtune.models.policies.vlm_files import read_config
 
@@ -54,7 +55,7 @@ class SmolVLAOptions(FlowOptions):
         prefix_length: images, instruction and state are padded to as many tokens; 0 or less: not.
     """
 
-    resize_imgs_with_padding: tuple[int, int] | None = (512, 512)
+    resize_imgs_with_padding: Size | None = (512, 512)
     num_steps: int = Field(10, ge=1)
     use_cache: bool = True
     freeze_vision_encoder: bool = True

@@ -248,6 +248,8 @@ def test_times_have_their_distribution(folder: Path) -> None:
         ("smolvla", {"num_vlm_layers": 2, "num_expert_layers": 3}, "the expert has 3 layers, the language model 2"),
         ("pi0", {"vlm_model_name": "x"}, "options.vlm_model_name is not an option"),
         ("pi0", {"time_sampling_beta_beta": 2.0}, "time_sampling_beta_beta"),
+        ("pi0", {"image_resolution": [0, 0]}, "image_resolution.0 = 0"),
+        ("smolvla", {"resize_imgs_with_padding": [0, 28]}, "resize_imgs_with_padding.0 = 0"),
         ("pi0", {"paligemma_variant": "gemma_2b"}, "differ in layers, heads or their size"),
     ],
 )

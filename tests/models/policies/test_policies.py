@@ -222,6 +222,14 @@ def test_statistics_among_the_weights(folder: Path, tmp_path: Path) -> None:
         ("act", {"temporal_ensemble_coeff": 0.01}, "goes with n_action_steps: 1"),
         ("diffusion", {"horizon": 10}, "horizon is no multiple of 2"),
         ("diffusion", {"crop_shape": [40, 40]}, r"crop_shape is \[40, 40\], the images are \[28, 28\]"),
+        ("diffusion", {"crop_shape": [0, 20]}, "crop_shape.0 = 0: Input should be greater than or equal to 1"),
+        ("diffusion", {"crop_shape": [9, 9], "resize_shape": [20, 20]}, "no effect with resize_shape; crop_ratio has"),
+        ("diffusion", {"num_inference_steps": 200}, r"\(200\) is more than num_train_timesteps \(100\)"),
+        ("diffusion", {"beta_schedule": "cosine"}, "DDPMScheduler of diffusers has no beta_schedule 'cosine'"),
+        ("diffusion", {"beta_start": -1}, "beta_start = -1: Input should be greater than 0"),
+        ("diffusion", {"clip_sample_range": -1}, "clip_sample_range = -1: Input should be greater than 0"),
+        ("diffusion", {"kernel_size": 4}, r"kernel_size \(4\) is even"),
+        ("diffusion", {"diffusion_step_embed_dim": 5}, "diffusion_step_embed_dim = 5"),
     ],
 )
 def test_what_cannot_be_built_is_refused(folder: Path, kind: str, options: dict[str, Any], what: str) -> None:
