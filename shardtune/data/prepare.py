@@ -23,7 +23,7 @@ from shardtune.data.loader.protocol import Column
 from shardtune.data.quarantine import without_quarantined
 from shardtune.data.sources.entries import named_sets
 from shardtune.data.sources.hub import Purpose
-from shardtune.data.sources.other_frames import notes_on_other_frames
+from shardtune.data.sources.other_frames import check_masks, notes_on_other_frames
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.data.sources.same_files import notes_on_same_files
 from shardtune.data.sources.source import Source
@@ -123,6 +123,7 @@ def prepare_data(
         title, frames = _looking_for_draws(encoder, drawn), frames_of(encoder)
         sources = resolve_sources(spec, data, purpose=purpose, name_format=title, frames=frames, report=report)
         found[purpose] += sources
+        check_masks([*found["train"], *found["eval"]])
         return sources
 
     def build(spec: object, purpose: Purpose, with_prompts: bool) -> TokenDataset:

@@ -20,9 +20,11 @@ from shardtune.data.robot.images import decode_frame
 from shardtune.data.robot.lerobot import open_lerobot
 from shardtune.data.robot.lerobot_writer import write_lerobot
 from shardtune.data.robot.pictures import encode_image
-from shardtune.data.sources.other_frames import notes_on_other_frames
+from shardtune.data.robot.representation import Representation
+from shardtune.data.sources.other_frames import check_masks, notes_on_other_frames
 from shardtune.data.sources.resolve import resolve_sources
-from shardtune.errors import DataError
+from shardtune.data.sources.source import Source
+from shardtune.errors import ConfigError, DataError
 from tests.data.robot.conftest import FramesEncoder, episode, pixels
 
 VERSIONS = ("v3.0", "v2.1")
@@ -711,6 +713,23 @@ def test_an_episode_of_another_shape_is_described(tmp_path) -> None:
     odd = replace(episode(2), images={"top": np.zeros((2, 4, 6, 3), np.uint8)})
     with pytest.raises(DataError, match=r"it has the cameras top of 4 x 6 \(height x width\), actions of \d numbers"):
         write_lerobot(tmp_path / "robot", [episode(3), odd], fps=10)
+
+
+def test_a_mask_by_names_keeps_the_same_dimensions_where_statistics_are_shared(tmp_path: Path, data) -> None:
+    """Held-out rows were relative in other dimensions than the model whose loss they measure."""
+    for name, dimensions in {"one": ["x", "y", "z", "grip"], "two": ["grip", "x", "y", "z"]}.items():
+        felt = replace(episode(3), state=np.zeros((3, 4), np.float32))
+        write_lerobot(tmp_path / name, [felt], fps=10, action_names=dimensions)
+
+    def sources(held_out: str, mask: dict[str, bool] | list[bool]) -> list[Source]:
+        frames = FrameOptions(representation=Representation.of("relative", mask))
+        specs = [str(tmp_path / "one"), {"path": str(tmp_path / "two"), "name": held_out}]
+        return [one for spec in specs for one in resolve_sources(spec, data, frames=frames, report=lambda text: None)]
+
+    with pytest.raises(ConfigError, match=r"it keeps \[0\] absolute in .*two, and \[3\] in .*one, whose statistics"):
+        check_masks(sources("one", {"grip": False}))
+    check_masks(sources("two", {"grip": False}))  # by statistics of their own
+    check_masks(sources("one", [True, True, True, False]))
 
 
 def test_rates_of_frames_that_cannot_be_compared(tmp_path: Path, data) -> None:
