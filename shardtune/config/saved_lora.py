@@ -113,11 +113,19 @@ def _may_agree(name: str, given: object, stored: object) -> bool:
     if name not in NAMING or not isinstance(stored, list) or not stored:
         return False
     if isinstance(given, str) and (given == ALL_LINEAR or is_pattern(given)):
-        return given == ALL_LINEAR or all(re.fullmatch(given, each) for each in stored)
+        return given == ALL_LINEAR or _matches_all(given, stored)
     endings = given if isinstance(given, list) else [given]
     found = {ending: [each for each in stored if f".{each}".endswith(f".{ending}")] for ending in endings}
     covered = {each for matched in found.values() for each in matched} == set(stored)
     return all(found.values()) and (covered or name == "modules_to_save")  # which has modules of shared weights, too
+
+
+def _matches_all(pattern: str, names: list[str]) -> bool:
+    """Whether a pattern matches each of these names; one that does not compile is refused where keys are checked."""
+    try:
+        return all(re.fullmatch(pattern, name) for name in names)
+    except re.error:
+        return True
 
 
 def _comparable(value: object) -> object:

@@ -75,8 +75,9 @@ class BadRows:
     def highest(self, step: Step[MicroBatch]) -> list[BadPart]:
         """The rows that add most to the loss of the step, with their losses, highest first; the same on every rank.
 
-        Each rank looks into the micro-batch of its own that adds most. Where rows cannot be taken apart, the one such
-        micro-batch of all ranks.
+        Ranks look into their micro-batches, those that add most first, until no other can hold a row that adds more: a
+        row adds no more than its micro-batch where no loss is negative. Where rows cannot be taken apart, the one
+        micro-batch of all ranks that adds most.
         """
         return self._without_a_trace(self._highest, step)
 
@@ -95,22 +96,30 @@ class BadRows:
             self._weights.restore_buffers(buffers)
 
     def _highest(self, step: Step[MicroBatch]) -> list[BadPart]:
-        rank, batches = self._ranks.data_rank, step.micro_batches
+        rank, batches, alone = self._ranks.data_rank, step.micro_batches, self._alone
         added = [self._added(batch, step) for batch in batches]
-        place = max(range(len(batches)), key=lambda number: added[number][0])
-        found = [(added[place][0], BadPart(rank, place, loss=added[place][1]))]
-        batch, alone = batches[place], self._alone
-        rows = [row for row in batch.rows if row >= 0] if isinstance(batch, Batch) else []
-        most = 1
-        if alone is not None:
-            found, most = [], NAMED
+        places = sorted(range(len(batches)), key=lambda place: -added[place][0])
+        if alone is None:
+            first, loss = added[places[0]]
+            return [part for _, part in self._of_all_ranks([(first, BadPart(rank, places[0], loss=loss))])][:1]
+        found: list[tuple[float, BadPart]] = []
+        for turn, place in enumerate(places):
+            batch = batches[place]
+            rows = [row for row in batch.rows if row >= 0] if isinstance(batch, Batch) else []
             for number in range(int(self._ranks.largest(float(len(rows))))):
                 row = rows[number] if number < len(rows) else None
                 adds, loss = self._added(alone(row), step)
                 found += [(adds, BadPart(rank, place, row, loss))] if row is not None else []
+            best = self._of_all_ranks(found)[:NAMED]
+            following = added[places[turn + 1]][0] if turn + 1 < len(places) else -math.inf
+            if len(best) == NAMED and self._ranks.largest(following) <= best[-1][0]:
+                break
+        return [part for _, part in self._of_all_ranks(found)][:NAMED]
+
+    def _of_all_ranks(self, found: list[tuple[float, BadPart]]) -> list[tuple[float, BadPart]]:
+        """What ranks have found, with what each adds to the loss of the step, highest first."""
         every = [one for own in self._ranks.gather(found if self._ranks.counts else []) for one in own]
-        every.sort(key=lambda one: (-one[0], one[1]))
-        return [part for _, part in every][:most]
+        return sorted(every, key=lambda one: (-one[0], one[1]))
 
     def _added(self, batch: MicroBatch, step: Step[MicroBatch]) -> tuple[float, float]:
         """How much this rank's micro-batch adds to the loss of the step, and its own loss."""

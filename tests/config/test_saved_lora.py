@@ -95,6 +95,11 @@ def test_modules_that_are_stored_by_full_names_may_be_named_as_in_the_first_reci
         load(LORA, f"actor.model.lora.load_from={stored}", f"actor.model.lora.{given}")
 
 
+def test_a_pattern_that_does_not_compile_is_refused_beside_an_adapter_too(load, stored: Path) -> None:
+    with pytest.raises(ConfigError, match="does not compile"):
+        load(LORA, f"actor.model.lora.load_from={stored}", "actor.model.lora.target_modules='(up'")
+
+
 def test_an_adapter_that_is_not_there_is_refused(load, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"adapter_config\.json is not there"):
         load(LORA, f"actor.model.lora.adapter_path={tmp_path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,39 @@ def test_running_statistics_do_not_move_in_a_step_that_is_passed_over(folder: Pa
     assert (moved, step, after) == ([], 0, 1)
     assert said.startswith("the gradient was not finite for ")
     assert {int(name.rpartition(":")[2]) for name in said.partition(" for ")[2].partition(";")[0].split(", ")} >= {6}
+
+
+SPIKE = {17: 900.0, 18: 800.0, 21: 700.0, 22: 699.0, 23: 5.0}
+"""Rows of the third step: the micro-batch of rows 22 and 23 adds more to its loss than that of row 21."""
+
+
+def of_a_spike(folder: str) -> str:
+    """What is said of the third step."""
+    rows = Path(folder) / "spike.jsonl"
+    recipe = {
+        "actor": {
+            "model": {"adapter": f"{__file__}:Fragile", "from_scratch": True, "precision": "fp64"},
+            "optim": {"lr": 1e-9, "lr_scheduler": "constant"},
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+        },
+        "data": {"train_data_paths": str(rows), "cache_dir": f"{folder}/cache", "shuffle": False, "num_workers": 0},
+        "runner": {"device": "cpu", "on_spike": "skip", "spike": {"warmup_steps": 2}},
+    }
+    worker = SFTWorker(recipe, report=quiet)  # pyright: ignore[reportArgumentType]
+    worker.setup()
+    for _ in range(3):
+        worker.run_training()
+    said = worker.position.skipped
+    worker.release()
+    return said
+
+
+def test_the_rows_of_a_spike_are_those_that_add_most_in_any_micro_batch(tmp_path: Path) -> None:
+    lines = (json.dumps({"x": SPIKE.get(number, 1.0), "inf": 0}) + "\n" for number in range(24))
+    (tmp_path / "spike.jsonl").write_text("".join(lines))
+    for said in (of_a_spike(str(tmp_path)), *run_ranks(of_a_spike, 2, str(tmp_path))):
+        assert re.findall(r"spike\.jsonl:(\d+) \(loss", said) == ["18", "19", "22"], said  # lines are counted from 1
 
 
 class Poisoned(own.Task):
