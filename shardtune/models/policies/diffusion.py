@@ -387,7 +387,7 @@ class DiffusionPolicy(Policy):
         names += ("clip_sample", "clip_sample_range", "prediction_type")
         try:
             return kind(**{name: getattr(options, name) for name in names})
-        except NotImplementedError as error:
+        except RuntimeError as error:
             raise ConfigError(
                 f"the {kind.__name__} of diffusers has no beta_schedule {options.beta_schedule!r}",
                 where=f"{KEY}.beta_schedule",
