@@ -69,7 +69,7 @@ def convert(
         str | None,
         typer.Option(
             "--from",
-            help="trl | axolotl | llama-factory | torchtune | nemo | torchtitan | halos; by default recognised.",
+            help="trl | axolotl | llama-factory | torchtune | nemo | torchtitan | halos | rlinf; recognised by itself.",
         ),
     ] = None,
     world_size: Annotated[

@@ -138,8 +138,8 @@ def test_running_statistics_do_not_move_in_a_step_that_is_passed_over(folder: Pa
     assert {int(name.rpartition(":")[2]) for name in said.partition(" for ")[2].partition(";")[0].split(", ")} >= {6}
 
 
-SPIKE = {17: 900.0, 18: 800.0, 21: 700.0, 22: 699.0, 23: 5.0}
-"""Rows of the third step: the micro-batch of rows 22 and 23 adds more to its loss than that of row 21."""
+SPIKE = {17: 900.0, 18: 800.0, 16: 700.0, 19: 699.0, 23: 5.0}
+"""Rows of the third step: on one rank the micro-batch of rows 19 and 23 adds more to its loss than that of row 16."""
 
 
 def of_a_spike(folder: str) -> str:
@@ -168,7 +168,7 @@ def test_the_rows_of_a_spike_are_those_that_add_most_in_any_micro_batch(tmp_path
     lines = (json.dumps({"x": SPIKE.get(number, 1.0), "inf": 0}) + "\n" for number in range(24))
     (tmp_path / "spike.jsonl").write_text("".join(lines))
     for said in (of_a_spike(str(tmp_path)), *run_ranks(of_a_spike, 2, str(tmp_path))):
-        assert re.findall(r"spike\.jsonl:(\d+) \(loss", said) == ["18", "19", "22"], said  # lines are counted from 1
+        assert re.findall(r"spike\.jsonl:(\d+) \(loss", said) == ["18", "19", "17"], said  # lines are counted from 1
 
 
 class Poisoned(own.Task):

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from shardtune.config.foreign import halos, llama_factory, trl
+from shardtune.config.foreign import halos, llama_factory, rlinf, trl
 from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.conversion import Conversion, Kind, Outcome, leaves
 from shardtune.config.foreign.launch import Launch, Started, apply, of_environment, precision_of, sharing, started
@@ -28,14 +28,18 @@ from shardtune.config.recipe_file import read_file
 from shardtune.config.tree import copied, get_value, set_value
 from shardtune.errors import ConfigError
 
-HALOS = "halos"
+HALOS, RLINF = "halos", "rlinf"
 COMMAND_LINE = "the command line"
 READ = (".yaml", ".yml", ".json", ".toml")
 VARIABLE = re.compile(r"\$\{oc\.env:(\w+)(,[^{}]*)?\}")
 """A reference to a variable of the environment."""
 BARE = re.compile(r"\$\{([A-Z][A-Z0-9_]*)\}")
 SHELL = (".sh", ".bash", ".slurm", ".sbatch")
-FROM: Mapping[str, OtherTrainer] = {**TRAINERS, HALOS: OtherTrainer(halos.NAME, {}, halos.MARKS, halos.convert)}
+FROM: Mapping[str, OtherTrainer] = {
+    **TRAINERS,
+    HALOS: OtherTrainer(halos.NAME, {}, halos.MARKS, halos.convert),
+    RLINF: OtherTrainer(rlinf.NAME, rlinf.TABLE, rlinf.SECTIONS, rlinf.convert),
+}
 """By the word for `--from`."""
 
 
@@ -82,7 +86,7 @@ def convert(
     tree = _with_variables(tree, frozenset(tree))
     written = {name: value for name, value in leaves(tree) if isinstance(value, str) and VARIABLE.search(value)}
     tree = _resolved(tree, where)
-    word = trainer or recognise(tree) or _halos(tree)
+    word = trainer or recognise(tree) or _halos(tree) or _rlinf(tree)
     known = FROM.get(word) if word is not None else None
     if known is None and word is None:
         refuse_launcher(tree, where)
@@ -227,6 +231,11 @@ def _resolved(tree: dict[str, object], shown: str) -> dict[str, object]:
 
 def _halos(tree: Mapping[str, object]) -> str | None:
     return HALOS if sum(get_value(tree, mark) is not None for mark in halos.MARKS) >= 2 else None
+
+
+def _rlinf(tree: Mapping[str, object]) -> str | None:
+    own = any(isinstance(tree.get(name), Mapping) for name in rlinf.SECTIONS)
+    return RLINF if own and isinstance(tree.get("actor"), Mapping) else None
 
 
 def _check(c: Conversion) -> None:

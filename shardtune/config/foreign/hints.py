@@ -16,6 +16,7 @@ from shardtune.config.schema import short_keys
 ONE_VALUE = re.compile(r"([\w.]+): (N|SHARE|RATE|NAME|FILE|FOLDER)")
 """A line whose value is that of the other trainer's key."""
 NOTHING = "nothing: "
+CONVERT = "shardtune convert FILE -o recipe.yaml writes a whole file as a recipe"
 ACTOR_DOT = "actor."
 
 
@@ -30,6 +31,8 @@ def hint(dotted: str, value: object = None) -> str | None:
     if isinstance(value, Mapping) and dotted not in rlinf.TABLE:
         return None  # a section in the wrong place
     found = next((_remedy(entry, value, theirs) for entry, theirs in _entries(dotted)), None)
+    if dotted in rlinf.SECTIONS:
+        found = f"{found}; {CONVERT}"
     return found if found is None or dotted.startswith(ACTOR_DOT) else short_keys(found)
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtune.config.foreign import llama_factory, rlinf
+from shardtune.config.foreign import llama_factory
 from shardtune.errors import ConfigError
 
 SWIFT = "ms-swift"
@@ -46,20 +46,13 @@ LAUNCHED = {
 
 
 def refuse_file(tree: Mapping[str, object], shown: str) -> None:
-    """Refuse a configuration of ms-swift or of RLinf.
+    """Refuse a configuration of ms-swift.
 
     Raises:
         ConfigError: it is one.
     """
     if _is_swift(tree):
         raise _no_swift(shown)
-    if any(isinstance(tree.get(name), Mapping) for name in rlinf.SECTIONS) and isinstance(tree.get("actor"), Mapping):
-        raise ConfigError(
-            f"this is a file of {rlinf.NAME}, most of whose keys are the same here: it is read as it is",
-            where=shown,
-            remedy="copy it; shardtune train COPY --dry-run lists each key that is another one here, with what to "
-            "write; docs/coming-from.md (RLinf) has them all",
-        )
 
 
 def refuse_launcher(tree: Mapping[str, object], shown: str) -> None:

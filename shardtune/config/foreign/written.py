@@ -20,7 +20,7 @@ REQUIRED = ("actor.model.model_path", "data.train_data_paths")
 def recipe_text(c: Conversion, source: str) -> str:
     """The recipe in YAML: each line with its origin, and at the end what has no counterpart."""
     head = f"# {source}, a configuration of {c.trainer}, as a recipe of shardtune (shardtune convert)."
-    return short_keys("\n".join([head, *_sections(c), *map(without_secrets, _remarks(c))])) + "\n"
+    return "\n".join([head, *map(short_keys, _sections(c)), *map(without_secrets, _remarks(c))]) + "\n"
 
 
 def report_text(c: Conversion, source: str) -> str:
@@ -32,12 +32,12 @@ def report_text(c: Conversion, source: str) -> str:
             lines += ["", f"{kind.value}:", *(f"  {line}" for outcome in found for line in _wrapped(outcome))]
     if c.notes:
         lines += ["", "differences that remain:"]
-        for note in c.notes:
+        for note in map(short_keys, c.notes):
             lines += textwrap.wrap(note, WIDTH, initial_indent="  - ", subsequent_indent="    ")
     absent = [key for key in REQUIRED if key not in c.lines]
     if absent:
-        lines += ["", f"still to be given: {', '.join(absent)}"]
-    return without_secrets(short_keys("\n".join(lines)))
+        lines += ["", f"still to be given: {', '.join(map(short_key, absent))}"]
+    return without_secrets("\n".join(lines))
 
 
 def _counts(c: Conversion) -> str:
@@ -54,7 +54,7 @@ def _counts(c: Conversion) -> str:
 
 
 def _wrapped(outcome: Outcome) -> list[str]:
-    text = f"{outcome.name}: {short(outcome.value)}  ->  {outcome.text}"
+    text = f"{outcome.name}: {short(outcome.value)}  ->  {short_keys(outcome.text)}"
     return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
 
 
@@ -103,5 +103,5 @@ def _remarks(c: Conversion) -> Iterator[str]:
             yield from (f"# {line}" for line in _wrapped(outcome))
     if c.notes:
         yield "\n# Differences that remain:"
-        for note in c.notes:
+        for note in map(short_keys, c.notes):
             yield from textwrap.wrap(note, WIDTH, initial_indent="# - ", subsequent_indent="#   ")

@@ -23,6 +23,7 @@ FILES = {
     "torchtune.yaml": "torchtune",
     "nemo.yaml": "NeMo Automodel",
     "halos.yaml": "HALOs",
+    "rlinf.yaml": "RLinf",
     "torchtitan.toml": "torchtitan",
 }
 SMALLEST: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Whole configurations of six trainers as recipes: no key is lost, and what is written loads."""
+"""Whole configurations of eight trainers as recipes: no key is lost, and what is written loads."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
     (tmp_path / "x.yaml").write_text("a: 1\nb: 2\n")
     with pytest.raises(
         ConfigError,
-        match=r"not recognised(.|\n)*--from trl, axolotl, llama-factory, torchtune, nemo, torchtitan or halos",
+        match=r"not recognised(.|\n)*--from trl, axolotl, llama-factory, torchtune, nemo, torchtitan, halos or rlinf",
     ):
         convert(CommandLine(tmp_path / "x.yaml"))
     for keys, says in (("distributed_type: FSDP", "accelerate"), ("zero_optimization: {stage: 3}", "DeepSpeed")):
@@ -136,7 +136,6 @@ def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
         with pytest.raises(ConfigError, match=f"a file of {says}(.|\n)*shardtune convert .*x.yaml"):
             convert(CommandLine(tmp_path / "x.yaml"))
     for keys, says in (
-        ("cluster: {num_nodes: 1}\nactor: {model: {model_path: '${oc.env:NOT_SET}'}}", "of RLinf"),
         ("exp_name: ???\nn_epochs: 1\nlocal_run_dir: '${exp_name}'", r"value is \?\?\?(.|\n)*defaults"),
         ("model: org/model\ndataset: [org/rows]\nlora_rank: 8\nlearning_rate: 1e-4\nwarmup_ratio: 0.1", "of ms-swift"),
         ("model_type: qwen\nsft_type: lora\ndataset: org/rows", "of ms-swift"),

@@ -267,6 +267,13 @@ class Beside(own.Task):
         return {"limit": self.limit}
 
 
+class Misspelt(Beside):
+    """Reads what another object lacks."""
+
+    def run_eval(self) -> Any:
+        return {"limit": vars(self)["recipe"].limit}
+
+
 def test_what_setup_alone_makes_is_named_where_only_evaluation_needs_it(tmp_path: Path) -> None:
     recipe = own.recipe(str(tmp_path), max_steps=3)
     trained = Beside(recipe)
@@ -279,6 +286,12 @@ def test_what_setup_alone_makes_is_named_where_only_evaluation_needs_it(tmp_path
         evaluation_method(other)()
     assert "self.limit in model_provider_func, which is called for both" in error.value.__notes__[0]
     other.release()
+    misspelt = Misspelt(recipe)
+    misspelt.setup_evaluation()
+    with pytest.raises(AttributeError) as error:
+        evaluation_method(misspelt)()
+    assert "model_provider_func" not in "".join(getattr(error.value, "__notes__", []))
+    misspelt.release()
 
 
 def test_a_run_shows_and_keeps_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

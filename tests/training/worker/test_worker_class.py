@@ -60,6 +60,21 @@ def test_the_class_of_another_trainer_calls_its_own_methods() -> None:
     check_worker_names(derived("training_step", own.Task, mixin), FSDPSftWorker)
 
 
+def test_a_method_that_calls_itself_alone_is_called_by_nothing() -> None:
+    class Recursive(own.Task):
+        def training_step(self, depth: int) -> Any:
+            return self.training_step(depth - 1) if depth else None
+
+    with pytest.raises(ConfigError, match=r"Recursive\.training_step would never be called"):
+        check_worker_names(Recursive, FSDPSftWorker)
+
+
+def test_a_helper_may_be_named_almost_as_a_method_of_the_same_class() -> None:
+    """As what it is like is there, it is no misspelling of that."""
+    methods = dict.fromkeys(("loss_weight", "loss_weights"), lambda self, *arguments: None)
+    check_worker_names(type("Both", (own.Task,), methods), FSDPSftWorker)
+
+
 class Shared(own.Task):
     """A project's own base class, whose helpers one of its workers calls, and another does not."""
 
