@@ -19,6 +19,7 @@ MODEL_TYPE, PRECISION = "actor.model.model_type", "actor.model.precision"
 COMPUTED_IN = "actor.fsdp_config.mixed_precision.param_dtype"
 LORA = "actor.model.lora"
 BACKEND = "actor.training_backend"
+SCHEDULE, SCHEDULES = "actor.optim.lr_scheduler", ("constant", "linear", "cosine", "wsd")
 STEPS = "actor.optim.total_training_steps"
 RESHARD = "actor.fsdp_config.reshard_after_forward"
 OWN_DATA = (
@@ -47,7 +48,8 @@ TABLE: Table = {
     "data.packing_strategy": NotNeeded("rows are packed here anyway, which changes no number"),
     "data.train_num_workers": To("data.num_workers"),
     **each(
-        "data.lazy_loading data.eval_num_workers data.prefetch_factor data.persistent_workers data.pin_memory",
+        "data.lazy_loading data.lazy_load data.eval_num_workers data.prefetch_factor data.persistent_workers "
+        "data.pin_memory data.parquet_cache_size",
         NotNeeded("rows are encoded once, into a cache"),
     ),
     **each(
@@ -58,6 +60,7 @@ TABLE: Table = {
     "runner.experiment_name": By("runner.logger.experiment_name: NAME"),
     "runner.output_dir": By("runner.logger.log_path: FOLDER"),
     "runner.per_worker_log": NotNeeded("runner.logger.rank_logs: true writes what each of several ranks prints"),
+    "runner.log_interval": To("runner.logger.log_interval"),
     "runner.task_type": NotNeeded("training is supervised here"),
     "actor.eval_batch_size": To("actor.eval_micro_batch_size"),
     "actor.model.lora_rank": By(f"{LORA}.r: N"),
@@ -65,6 +68,11 @@ TABLE: Table = {
     "actor.model.trainable_modules": Missing("actor.model.freeze names what is not trained"),
     "actor.model.format_ce_coef": Missing(OWN_LOSS),
     "actor.model.sample_reweight": By("turns with loss_weight"),
+    **each("actor.model.openpi actor.model.openpi_data", Missing(CODE)),
+    "actor.enable_offload": Missing("actor.fsdp_config.cpu_offload: true"),
+    "actor.optim.num_cycles": Missing(
+        "actor.optim.lr_scheduler: cosine falls once, over half a period", off=(None, 0.5)
+    ),
     STEPS: NotNeeded("it follows from runner.max_epochs or runner.max_steps"),
     "actor.optim.value_lr": Missing("actor.optim.groups gives some weights another rate"),
     **each("cluster actor.group_name", NotNeeded("runner.nproc_per_node, or torchrun, starts the processes")),
@@ -84,9 +92,10 @@ TABLE: Table = {
     "actor.fsdp_config.enable_gradient_accumulation": NotNeeded("a step sums over its micro-batches anyway"),
     **each(
         "actor.fsdp_config.offload_pin_memory actor.fsdp_config.forward_prefetch actor.fsdp_config.backward_prefetch "
-        "actor.fsdp_config.limit_all_gathers",
-        NotNeeded("weights are gathered ahead of their use anyway"),
+        "actor.fsdp_config.limit_all_gathers actor.fsdp_config.gradient_checkpointing_use_reentrant",
+        NotNeeded("it is chosen for the model, and changes no number"),
     ),
+    "actor.fsdp_config.save_full_model_weights": NotNeeded("final/ is a whole model"),
     **each("actor.fsdp_config.strategy actor.fsdp_config.use_orig_params", NotNeeded("models are sharded with FSDP2")),
 }
 """By the names in its files."""
@@ -219,7 +228,12 @@ def _model(c: Conversion) -> None:
 
 
 def _schedule(c: Conversion) -> None:
-    """Compare the steps of the schedule, which are those of the run here."""
+    """Read the schedule, whose steps are those of the run here."""
+    schedule, warmup = c.get(SCHEDULE), "actor.optim.lr_warmup_steps"
+    if schedule is not None and schedule not in SCHEDULES:
+        c.missing(f"{SCHEDULE} is {', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}", SCHEDULE)
+    if (whole(c.get(warmup)) or 0) < 0:
+        c.record(warmup, Kind.DEFAULT, "none by a number of steps")
     steps, most = whole(c.get(STEPS)), whole(c.get("runner.max_steps")) or -1
     if steps is not None and most > 0 and steps != most:
         c.missing(f"the schedule ends with the run here, after {most} steps (runner.max_steps), and not {steps}", STEPS)

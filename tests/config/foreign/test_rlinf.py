@@ -126,6 +126,8 @@ def test_what_rlinf_alone_has_is_named(changed: Changed) -> None:
         actor__model__sample_reweight={"enabled": True, "success_weight": 2.0},
         actor__model__is_lora=False,
         actor__optim__learning_rat=1,
+        actor__optim__lr_scheduler="openpi_cosine",
+        actor__optim__lr_warmup_steps=-1,
     )
     kinds = {name: one.kind for name, one in found.conversion.outcomes.items()}
     missing = {name for name, kind in kinds.items() if kind is Kind.MISSING}
@@ -135,6 +137,7 @@ def test_what_rlinf_alone_has_is_named(changed: Changed) -> None:
         "data.seed",
         "actor.training_backend",
         "actor.optim.total_training_steps",
+        "actor.optim.lr_scheduler",
         "actor.fsdp_config.fsdp_size",
         "actor.model.sample_reweight.enabled",
         "actor.model.sample_reweight.success_weight",
@@ -144,3 +147,4 @@ def test_what_rlinf_alone_has_is_named(changed: Changed) -> None:
     assert value(found, "actor.fsdp_config.reshard_after_forward") is False
     assert "ddp" in found.conversion.lines["actor.fsdp_config.reshard_after_forward"].comment
     assert value(found, "runner.seed") == 7
+    assert value(found, "actor.optim.lr_warmup_steps") == "absent"
