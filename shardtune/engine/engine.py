@@ -19,8 +19,9 @@ from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import SequenceMethod
 from shardtune.engine.initial_weights import forget_recorders, undo_parting
 from shardtune.engine.methods import Method, no_method, read_methods
+from shardtune.engine.module_copy import copy_of_module
 from shardtune.engine.nn import BaseTrainModule, unwrapped
-from shardtune.engine.pickling import check_sendable, copy_of_module
+from shardtune.engine.pickling import MODULE, check_sendable
 from shardtune.engine.push import names_between
 from shardtune.engine.rank_module import PRECISIONS, Order, precision_of
 from shardtune.engine.rank_process import Request
@@ -32,7 +33,9 @@ from shardtune.engine.session import current_session
 from shardtune.engine.split_arguments import NeedParallel, divide, is_whole
 from shardtune.errors import ModelError, ParallelError
 from shardtune.models.lora.attach import is_adapted
+from shardtune.parallel.gradient_hooks import uncalled_hook
 from shardtune.parallel.meta_init import persistent_buffers
+from shardtune.parallel.torch_private.tensors import num_gradient_hooks
 from shardtune.parallel.unfit_parameters import check_shapes
 
 Executor = Literal["fsdp2", "fsdp1", "ddp"]
@@ -101,6 +104,7 @@ class TrainEngine:
         self._module, self._executor, self._seed = module, executor, seed
         self._gather_to_generate = gather_to_generate
         check_shapes(module)
+        _check_hooks(module)
         self._precision = precision or precision_of(module)
         self._id = f"{self._kind.__name__}-{os.getpid()}-{next(_numbers)}"
         self._team: Team | None = None
@@ -203,7 +207,7 @@ class TrainEngine:
         if _is_here(team):
             module = copy_of_module(module, mine)
         else:
-            check_sendable(module, mine, "the module")
+            check_sendable(module, mine, MODULE)
         order = Order(module, layout, self._precision, self._seed, self._gather_to_generate)
         try:
             self.notes: list[str] = team.request_all(Request(self._id, "build", (order,)))[0]
@@ -504,6 +508,17 @@ def _no_engine(given: object, where: str) -> ParallelError:
     return ParallelError(
         f"a {type(given).__name__} is no engine", where=where, remedy="give a TrainEngine that is built"
     )
+
+
+def _check_hooks(module: nn.Module) -> None:
+    """Refuse hooks on gradients, which torch leaves out of the copy that a rank gets."""
+    for name, parameter in module.named_parameters():
+        if num_gradient_hooks(parameter):
+            raise uncalled_hook(
+                name,
+                "ranks work on copies of the module, which are made without it",
+                "; on one rank register it in on_weights_materialized",
+            )
 
 
 def _is_here(team: Team) -> bool:

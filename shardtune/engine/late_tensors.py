@@ -1,4 +1,4 @@
-"""Parameters and buffers that a module gets after it was built, on one rank."""
+"""Parameters, buffers and hooks on gradients that a module gets after it was built, on one rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Collection
 from shardtune.engine.nn import BaseTrainModule
 from shardtune.engine.offload import optimizers_of
 from shardtune.errors import ModelError
+from shardtune.parallel.gradient_hooks import uncalled_hook
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private.tensors import num_gradient_hooks, num_value_hooks
 from shardtune.parallel.weights import Weights
 
 
@@ -18,11 +20,35 @@ class LateTensors:
         module: on its ranks.
         weights: of it.
         name: of the user's class.
+        ranks: of the engine.
     """
 
-    def __init__(self, module: BaseTrainModule, weights: Weights, name: str) -> None:
+    def __init__(self, module: BaseTrainModule, weights: Weights, name: str, ranks: Ranks) -> None:
         self._module, self._weights, self._name = module, weights, name
         self._made: dict[str, str] = {}
+        self._divided = ranks.mesh is not None
+        # FSDP2 calls those that take the parameter, once its gradient is summed.
+        self._num_hooks = num_gradient_hooks if ranks.layout.flat else num_value_hooks
+        self._hooks: dict[str, int] = {}
+        self._is_hooked = False
+
+    def note_hooks(self) -> None:
+        """Note the hooks on gradients before a method of the user's, which are not the user's."""
+        if self._divided and not self._is_hooked:
+            self._hooks = {name: self._num_hooks(parameter) for name, parameter in self._weights.parameters.items()}
+
+    def check_hooks(self) -> None:
+        """Refuse hooks on gradients that a method has registered and nothing calls: ranks have parts of gradients."""
+        for name, before in self._hooks.items():
+            if self._num_hooks(self._weights.parameters[name]) > before:
+                self._is_hooked = True
+                raise uncalled_hook(
+                    name,
+                    "the parameter is held in parts",
+                    ""
+                    if self._num_hooks is num_gradient_hooks
+                    else "; a register_post_accumulate_grad_hook is called, too",
+                )
 
     def adopt(self, ranks: Ranks) -> list[str]:
         """Let parameters that `on_weights_materialized` has made be synchronised and saved as the others are.

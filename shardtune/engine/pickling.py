@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import importlib
 import io
 import pickle
@@ -25,13 +25,17 @@ from shardtune.parallel.torch_private.modules import empty_parametrized
 from shardtune.parallel.torch_private.operations import tree_map
 
 T = TypeVar("T")
+MODULE = "the module"
+_Cached: type = type(functools.lru_cache(int))
 
 
-class _Pickler(cloudpickle.CloudPickler):
+class ByValue(cloudpickle.CloudPickler):
     """Pickles what cloudpickle does not, or what refuses to be pickled.
 
     Modules that are objects of another class (`torch.backends` and what is in it) are pickled by name. Parametrized
     modules (`torch.nn.utils.parametrize`), of which each has a class of its own, are pickled with the class before.
+    A `functools.cached_property` is pickled without its lock, and functions of a script under `functools.lru_cache`
+    without what they keep.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -40,13 +44,33 @@ class _Pickler(cloudpickle.CloudPickler):
         if isinstance(obj, nn.Module) and type(obj).__module__ == parametrize.__name__ and is_parametrized(obj):
             names = [name for name, _ in obj.get_submodule("parametrizations").named_children()]
             return empty_parametrized, (type_before_parametrizations(obj), names), vars(obj)
+        if type(obj) is functools.cached_property:
+            return _cached_property, (obj.func, obj.attrname)
+        if isinstance(obj, _Cached) and not _is_importable(cast(Any, obj)):
+            cached = cast(Any, obj)
+            return _cached_function, (cached.__wrapped__, cached.cache_parameters())
         return super().reducer_override(obj)
+
+
+def _cached_property(function: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
+    made = functools.cached_property(function)
+    if name is not None:
+        made.__set_name__(object, name)
+    return made
+
+
+def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _is_importable(function: Callable[..., Any]) -> bool:
+    return function.__module__ != "__main__" and "<locals>" not in function.__qualname__
 
 
 def pack(value: object) -> bytes:
     """Serialise a value for `unpack` in any process with the same packages."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    ByValue(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
@@ -65,7 +89,7 @@ class _Nowhere(io.RawIOBase):
         return len(data)
 
 
-class _Trial(_Pickler):
+class _Trial(ByValue):
     """Pickles all but the numbers of tensors and arrays, which always can be."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -84,25 +108,53 @@ def check_sendable(value: object, method: str, what: str) -> None:
     try:
         _Trial(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:  # what a user's object raises
-        raise ParallelError(
-            f"{what} cannot be sent between processes: {error}",
-            where=method,
-            remedy="pass plain values, lists, dicts, tensors or paths; what holds files, locks or generators is made "
-            "on the ranks",
-        ) from error
+        raise unsendable(error, method, what, _holder(value) if isinstance(value, nn.Module) else "") from error
 
 
-def copy_of_module(module: nn.Module, method: str) -> nn.Module:
-    """A copy for a rank in the caller's process.
+def _holder(module: nn.Module) -> str:
+    """The attribute of a module that cannot be sent, where it is one and not the module's class."""
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name in ("_modules", "_parameters", "_buffers") or isinstance(value, nn.Module):
+                continue
+            if not _is_pickled(value):
+                return f"{prefix}.{name}" if prefix else name
+    return ""
 
-    Raises:
-        ParallelError: the module could not be sent to a rank in another process either.
-    """
+
+class _OfAttribute(_Trial):
+    """Pickles the rest of an attribute, without the modules in it, such as that of a closure."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (int, ()) if isinstance(obj, nn.Module) else super().reducer_override(obj)
+
+
+def _is_pickled(value: object) -> bool:
     try:
-        return copy.deepcopy(module)
-    except Exception:  # of tensors that are computed, such as `torch.nn.utils.weight_norm` keeps
-        check_sendable(module, method, "the module")
-        return unpack(pack(module))
+        _OfAttribute(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception:  # what a user's object raises
+        return False
+    return True
+
+
+def unsendable(error: Exception, method: str, what: str, holder: str = "") -> ParallelError:
+    """The error for what cannot travel; arguments as those of `check_sendable`.
+
+    Args:
+        holder: the attribute of a module that cannot.
+    """
+    if what != MODULE:
+        remedy = "pass plain values, lists, dicts, tensors or paths; what holds files, locks or generators is made on "
+        return ParallelError(
+            f"{what} cannot be sent between processes: {error}", where=method, remedy=f"{remedy}the ranks"
+        )
+    return ParallelError(
+        f"{what} cannot be sent between processes{f', for its attribute {holder}' if holder else ''}: {error}",
+        where=method,
+        remedy="make what holds files, locks, weak references or compiled functions in on_weights_materialized, which "
+        "runs on each rank; where it is no attribute, a function or a global of the script has it: move the class and "
+        "what it uses into a file that the script imports",
+    )
 
 
 def unpack(packed: bytes) -> Any:

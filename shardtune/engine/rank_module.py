@@ -119,6 +119,7 @@ class RankModule:
         master = MASTER_DTYPE[precision]
         if trained and ranks.mesh is not None:  # on one rank PyTorch and the user's optimizer do what they can
             check_trained(self._module, precision, on_ranks=True)
+        attributes = {name: dict(own) for name, p in self._module.named_parameters() if (own := vars(p))}
         hold = shard_model(self._module, units, ranks, precision)
         self.notes = load_first_weights(self._module, self._prefix, ranks, master, order.seed)
         if sequence is not None and sequence.rings:
@@ -136,6 +137,8 @@ class RankModule:
                 parts_of_units=True,
             )
         )
+        for name, own in attributes.items():  # as of a class that marks those without weight decay
+            vars(self._weights.parameters[name]).update(own)
         if layout.tensor > 1:
             quieten_redistribution()
         self._compute = COMPUTE_DTYPE[precision]
@@ -153,9 +156,11 @@ class RankModule:
         self._module.train(trained)
         self._reach_before_forwards(units)
         self._attributes = Attributes(self._module, ranks, self._weights.whole.is_part)
+        self._late = LateTensors(self._module, self._weights, self.name, ranks)
+        self._late.note_hooks()
         with self._as_printed(), self._weights.whole.method("on_weights_materialized"):
             self._module.on_weights_materialized()
-        self._late = LateTensors(self._module, self._weights, self.name)
+        self._late.check_hooks()
         self.notes += self._late.adopt(ranks)
         self._late.check_optimizers("on_weights_materialized")
         self._trained = trained_names(self._module, self._weights)  # grows: what is frozen later is saved all the same
@@ -222,6 +227,7 @@ class RankModule:
                 if self._module.training:
                     self._weights.begin_micro_batch(last=True)
                 self._weights.watch_buffers()
+                self._late.note_hooks()
                 kwargs = dict(part.kwargs)
                 if "weights" in kwargs:  # a tensor, or one for each micro-batch
                     kwargs["weights"] = tree_map_only(torch.Tensor, self._on_device, kwargs["weights"])
@@ -234,6 +240,7 @@ class RankModule:
         finally:
             self._weights.copy_masters_to_model()  # changes of the weights take effect in the next forward
         self._late.check_none(name)
+        self._late.check_hooks()
         self._late.check_optimizers(name)
         return None if part.idle else value
 

@@ -29,10 +29,22 @@ def refuse_gradient_hooks(
     """
     for name, parameter in parameters:
         if num_gradient_hooks(parameter) > (name in own) and (parameter.is_meta or ranks.mesh is not None):
-            raise ModelError(
-                f"a hook on the gradient of {name} (register_hook, register_post_accumulate_grad_hook) is not called: "
-                + ("the model is built without values" if parameter.is_meta else "the parameter is held in parts"),
-                where=name,
-                remedy="scale the loss or the input of the module instead, or give the module a "
-                "register_full_backward_hook, which is called on any number of ranks",
+            raise uncalled_hook(
+                name, "the model is built without values" if parameter.is_meta else "the parameter is held in parts"
             )
+
+
+def uncalled_hook(name: str, why: str, also: str = "") -> ModelError:
+    """The error for a hook on the gradient of a parameter.
+
+    Args:
+        name: of the parameter.
+        why: nothing calls the hook.
+        also: another remedy.
+    """
+    return ModelError(
+        f"a hook on the gradient of {name} (register_hook, register_post_accumulate_grad_hook) is not called: {why}",
+        where=name,
+        remedy="scale the loss or the input of the module instead, or give the module a "
+        f"register_full_backward_hook, which is called on any number of ranks{also}",
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import warnings
 
 import pytest
@@ -11,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.engine.pickling import check_sendable, pack, unpack
+from shardtune.errors import ParallelError
 
 RATE, ROWS = 0.1, torch.arange(12, dtype=torch.float64).sin().view(4, 3)
 
@@ -74,3 +77,31 @@ def test_layers_with_normed_weights_are_trained_as_by_plain_torch(two_ranks: Tra
         with TrainEngine(Normed().double()).build(colocate_with=ranks, take_turns=False) as engine:
             found = [engine.step(NeedParallel(ROWS)) for _ in losses]
         assert [sum(parts) / len(parts) for parts in found] == pytest.approx(losses, rel=1e-12)
+
+
+class Once:
+    @functools.cached_property
+    def four(self) -> int:
+        return 4
+
+    @functools.lru_cache(maxsize=3)  # noqa: B019
+    def plus(self, number: int) -> int:
+        return self.four + number
+
+
+def test_cached_properties_and_functions_of_a_script_travel(monkeypatch: pytest.MonkeyPatch):
+    for owner in (Once, Once.plus):
+        monkeypatch.setattr(owner, "__module__", "__main__")
+    kind = unpack(pack((Once.plus, vars(Once)["four"])))
+    assert kind[0].cache_parameters() == {"maxsize": 3, "typed": False}
+    assert kind[0](Once(), 2) == 6
+    assert kind[1].__get__(Once()) == 4
+
+
+def test_the_attribute_that_cannot_be_sent_is_named():
+    module = torch.nn.Sequential(Linear(2, 2))
+    vars(module[0])["lock"] = threading.Lock()
+    with pytest.raises(
+        ParallelError, match=r"the module cannot be sent between processes, for its attribute 0\.lock: "
+    ):
+        check_sendable(module, "Net", "the module")

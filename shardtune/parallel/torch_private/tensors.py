@@ -37,7 +37,12 @@ def _whole_number(_op: object, args: tuple[DTensor], _kwargs: object) -> object:
 
 def num_gradient_hooks(tensor: torch.Tensor) -> int:
     """How often `register_hook` and `register_post_accumulate_grad_hook` were called on a tensor."""
-    return len(tensor._backward_hooks or ()) + len(tensor._post_accumulate_grad_hooks or ())
+    return num_value_hooks(tensor) + len(tensor._post_accumulate_grad_hooks or ())
+
+
+def num_value_hooks(tensor: torch.Tensor) -> int:
+    """How often `register_hook` was called on a tensor."""
+    return len(tensor._backward_hooks or ())
 
 
 StridedShard = _StridedShard
