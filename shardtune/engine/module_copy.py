@@ -104,7 +104,7 @@ class _Kept:
 
 
 class _Copier(ByValue):
-    """Copies all but functions and classes; of functions those that use the module.
+    """Copies all but functions, classes and weak references; of functions those that use the module.
 
     Args:
         file: to write to.
@@ -120,7 +120,9 @@ class _Copier(ByValue):
     def persistent_id(self, obj: Any) -> int | None:
         if isinstance(obj, _Kept):
             self.kept.append(obj.value)
-        elif isinstance(obj, type | ModuleType) or (isinstance(obj, FunctionType) and not self._is_remade(obj)):
+        elif isinstance(obj, type | ModuleType | weakref.ref) or (
+            isinstance(obj, FunctionType) and not self._is_remade(obj)
+        ):
             self.kept.append(obj)
         else:
             return None
