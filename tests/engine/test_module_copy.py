@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,10 +27,11 @@ class Net(Module):
         self.first, self.second = Linear(3, 4), Linear(4, 1)
         self.scale = Parameter(torch.full((4,), 0.5))
         self.seen: list[Tensor] = []
-        self.first.register_forward_hook(lambda _module, _rows, out: out * self.scale)
-        self.first.register_forward_hook(lambda _module, _rows, out: self.seen.append(out))
-        before: Any = self.second.forward
-        self.second.forward = lambda rows: before(rows) * 2
+        first, second = cast(Any, self.first), cast(Any, self.second)
+        first.register_forward_hook(lambda _module, _rows, out: out * self.scale)
+        first.register_forward_hook(lambda _module, _rows, out: self.seen.append(out))
+        before = second.forward
+        second.forward = lambda rows: before(rows) * 2
         self.both = functools.partial(lambda rows, power: self.second(self.first(rows)) ** power, power=2)
         mark: Any = self.scale
         mark.rate = RATE / 2
@@ -86,7 +87,7 @@ def test_a_copy_shares_what_its_functions_have_beside_the_module():
 
 
 def test_a_weak_reference_to_a_part_is_refused_on_one_rank_too():
-    module = Closed()
+    module: Any = Closed()
     module.watched = weakref.ref(module.first)
     with pytest.raises(ParallelError, match="for its attribute watched: cannot pickle"):
         TrainEngine(module).build()
@@ -123,7 +124,8 @@ def test_hooks_on_gradients_are_called_or_refused(two_ranks: TrainEngine):
         with TrainEngine(_double(kind())).build(colocate_with=ranks, take_turns=False) as engine:
             found = [engine.step(NeedParallel(ROWS)) for _ in losses]
         assert [sum(parts) / len(parts) for parts in found] == pytest.approx(losses, rel=1e-12)
-    for kind, executor in ((Hooked, "fsdp2"), (Hooked, "fsdp1"), (HookedAfter, "fsdp1")):
+    refused: list[tuple[Any, Any]] = [(Hooked, "fsdp2"), (Hooked, "fsdp1"), (HookedAfter, "fsdp1")]
+    for kind, executor in refused:
         with pytest.raises(
             ModelError, match=r"a hook on the gradient of first\.weight .* is not called: the parameter"
         ):
