@@ -113,13 +113,18 @@ def load_weights_only(folder: Path, weights: Weights) -> dict[str, Any]:
     return state
 
 
+def has_average(folder: Path) -> bool:
+    """Whether a checkpoint has averaged weights."""
+    return (folder / AVERAGE).is_dir()
+
+
 def load_average(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill tensors in the layout of checkpoints with the averaged weights of a checkpoint; all ranks call it.
 
     Raises:
         CheckpointError: it has none, or those of another model.
     """
-    if not (folder / AVERAGE).is_dir():
+    if not has_average(folder):
         raise CheckpointError(
             "the checkpoint has no averaged weights: it was written without actor.optim.ema_decay",
             where=str(folder),

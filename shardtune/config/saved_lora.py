@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardtune.config.layers import Merged
@@ -37,6 +37,8 @@ FREE = {"dropout": "lora_dropout"}
 NAMING = ("target_modules", "modules_to_save")
 """The keys that name modules, in a recipe by endings or patterns."""
 OF_EVERY_METHOD = ("target_modules", "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern")
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""The keys that give values to modules by patterns, of which the first that matches decides."""
 LORA = "LORA"
 ALL_LINEAR = "all-linear"
 
@@ -77,11 +79,12 @@ def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) ->
             )
         ]
     problems = []
+    modules = [name for key in ("target_modules", "target_parameters") for name in _listed(found.get(key))]
     for name, value in found.items():
         written = given.given(f"{SECTION}.{name}")
         if written is None:
             section[name] = value
-        elif must_exist and name not in FREE and not _may_agree(name, section[name], value):
+        elif must_exist and name not in FREE and not _may_agree(name, section[name], value, modules):
             problems.append(
                 ConfigError(
                     f"{SECTION}.{name}: {as_written(section[name])}, but the adapter in {file.parent} has "
@@ -102,14 +105,23 @@ def _value(stored: Mapping[str, object], name: str) -> object:
     return float(value) if isinstance(value, int) and name in ("lora_alpha", "lora_dropout") else value
 
 
-def _may_agree(name: str, given: object, stored: object) -> bool:
+def _may_agree(name: str, given: object, stored: object, modules: Sequence[str]) -> bool:
     """Whether a recipe may say what a stored adapter does.
 
     Modules are stored by their full names. A recipe that gives endings or a pattern for all of these may mean others of
-    the model as well, which is checked once there is a model (`shardtune.models.lora.attach`).
+    the model as well, which is checked once there is a model (`shardtune.models.lora.attach`). Patterns for values are
+    stored as full names where their order matters.
+
+    Args:
+        name: the key.
+        given: its value in the recipe.
+        stored: in the adapter.
+        modules: what the adapter adapts.
     """
     if _comparable(given) == _comparable(stored):
         return True
+    if name in PATTERNS and isinstance(given, dict) and isinstance(stored, dict):
+        return _same_values(given, stored, modules)
     if name not in NAMING or not isinstance(stored, list) or not stored:
         return False
     if isinstance(given, str) and (given == ALL_LINEAR or is_pattern(given)):
@@ -126,6 +138,23 @@ def _matches_all(pattern: str, names: list[str]) -> bool:
         return all(re.fullmatch(pattern, name) for name in names)
     except re.error:
         return True
+
+
+def _same_values(given: Mapping[str, object], stored: Mapping[str, object], modules: Sequence[str]) -> bool:
+    """Whether the patterns of both give each module the same value, and each pattern decides about one of them."""
+    try:
+        one, other = (
+            [next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None) for name in modules]
+            for patterns in (given, stored)
+        )
+    except re.error:
+        return True
+    used = given.keys() <= {*one} and stored.keys() <= {*other}
+    return used and [given.get(str(key)) for key in one] == [stored.get(str(key)) for key in other]
+
+
+def _listed(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
 
 
 def _comparable(value: object) -> object:

@@ -52,6 +52,7 @@ from shardtune.run.inputs import (
     run_inputs,
 )
 from shardtune.run.lone_process import alone_of_several
+from shardtune.run.measured_by import measured_by
 from shardtune.run.plan.comparison import PeakComparison, is_large
 from shardtune.run.preflight import is_one_of_several
 from shardtune.run.push import check_push
@@ -162,6 +163,7 @@ class RankTraining:
             on_start=None if display is None else partial(_show_start, display, plan, worker),
             is_gone=lambda: self.lock.is_gone,
             recording=recording,
+            measured_by=worker.ranks.broadcast(measured_by(recipe, self._inputs)),
         )
 
     def _prepare(self, runner: SFTRunner) -> None:

@@ -42,7 +42,7 @@ from shardtune.run.trained_policy import TrainedPolicy, acting_policy
 from shardtune.training.loggers import SAMPLES, as_numbers, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.training.worker.exported_recipe import over_directory, with_found
+from shardtune.training.worker.exported_recipe import over_directory, with_average_of, with_found
 from shardtune.training.worker.reported import evaluation_method
 from shardtune.training.worker.run_context import RunContext, silent
 
@@ -130,7 +130,8 @@ class Run:
         path = self.dir / FINAL if checkpoint == "final" else None
         if path is None:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
-            recipe = overridden(with_found(recipe, self.dir, StateFile.read(weights).step), overrides)
+            recipe = with_average_of(with_found(recipe, self.dir, StateFile.read(weights).step), weights)
+            recipe = overridden(recipe, overrides)
             import_plugins(recipe.plugins)
             worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
             with _still_there(weights):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypedDict
 
 from shardtune.config import RunnerConfig
+from shardtune.config.schema import short_key
 from shardtune.evaluate.metric_direction import direction
+
+OF_TRAINING = ("train/", "perf/")
+"""Metrics that no evaluation measures."""
 
 
 class WatchState(TypedDict):
@@ -27,6 +32,7 @@ class WatchesState(TypedDict, total=False):
 
     early: WatchState | None
     best: WatchState | None
+    measured_by: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -99,6 +105,7 @@ class Watches:
 
     Args:
         config: names the monitored metrics.
+        measured_by: a hash of each key that evaluations depend on beside the weights; empty: not known.
 
     Attributes:
         early: for early stopping; None if it is disabled.
@@ -106,8 +113,9 @@ class Watches:
         best: for the best checkpoint; None if none is kept.
     """
 
-    def __init__(self, config: RunnerConfig) -> None:
+    def __init__(self, config: RunnerConfig, measured_by: Mapping[str, str] = MappingProxyType({})) -> None:
         early, best = config.early_stop, config.best
+        self._measured_by = dict(measured_by)
         self._patience = early.patience
         self.stop = False
         self.early: Watch | None = None
@@ -129,12 +137,31 @@ class Watches:
         return {
             "early": self.early.state() if self.early else None,
             "best": self.best.state() if self.best else None,
+            "measured_by": self._measured_by,
         }
 
-    def restore(self, state: WatchesState) -> None:
-        """From a checkpoint."""
+    def restore(self, state: WatchesState) -> list[str]:
+        """From a checkpoint; returns a note where its values cannot be compared with those to come."""
         if self.early is not None:
             self.early.restore(state.get("early"))
             self.stop = self.early.bad >= self._patience
         if self.best is not None:
             self.best.restore(state.get("best"))
+        before, now = state.get("measured_by", {}), self._measured_by
+        changed = [key for key, value in before.items() if now and now.get(key) != value]
+        return self._forget_others(changed) if changed else []
+
+    def _forget_others(self, changed: Sequence[str]) -> list[str]:
+        """Reset what watches numbers of evaluations, which were measured otherwise."""
+        watches = {"early_stop": self.early, "best": self.best}
+        told = []
+        for name, watch in watches.items():
+            if watch is None or watch.monitor.startswith(OF_TRAINING) or (watch.best is None and not watch.bad):
+                continue
+            watch.forget()
+            told.append(
+                f"runner.{name} begins anew: {watch.monitor} was measured otherwise so far "
+                f"({', '.join(short_key(key) for key in changed)})"
+            )
+        self.stop = self.early is not None and self.early.bad >= self._patience
+        return told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +37,7 @@ from shardtune.training.callbacks import (
     TrainStart,
     load_callbacks,
 )
-from shardtune.training.early_stopping import Watches
+from shardtune.training.early_stopping import Watches, WatchesState
 from shardtune.training.loggers import SAMPLES, check_logger
 from shardtune.training.observer import Observer, Silent
 from shardtune.training.profiler import FOLDER, ProfileWindow
@@ -72,6 +72,7 @@ class SFTRunner:
         on_start: called once everything is built, before the first step.
         is_gone: polled on rank 0: whether the run directory has disappeared.
         recording: what is recorded of each step; None: nothing.
+        measured_by: a hash of each key that evaluations depend on beside the weights.
 
     Attributes:
         ended: why training ended; "" until then.
@@ -91,6 +92,7 @@ class SFTRunner:
         on_start: Callable[[], None] | None = None,
         is_gone: Callable[[], bool] | None = None,
         recording: Recording | None = None,
+        measured_by: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         self._actor = actor
@@ -120,7 +122,7 @@ class SFTRunner:
             on_saved=self._saved,
             sync_logs=lambda: self._files.tracker.sync(),
         )
-        self._watches = Watches(runner)
+        self._watches = Watches(runner, measured_by)
         window = ProfileWindow(runner.profile_steps, self.run_dir / FOLDER, self._ranks.rank)
         self._profile = window if runner.profile_steps else None
         self._recovery = Recovery(actor, self._files, self._saver, self._observer)
@@ -191,7 +193,11 @@ class SFTRunner:
 
     def _resume(self, checkpoint: Path, how: str = "continuing") -> None:
         actor, state = self._actor, read_state(checkpoint)
-        self._watches.restore({"early": state.get("early"), "best": state.get("best")})
+        watched = WatchesState(
+            early=state.get("early"), best=state.get("best"), measured_by=state.get("measured_by", {})
+        )
+        for note in self._watches.restore(watched):
+            self._observer.log(note)
         self._evaluated_at = int(state["evaluated_at"])
         self._last_eval = dict(state["last_eval"])
         self._line = dict(state["line"])

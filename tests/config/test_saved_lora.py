@@ -95,6 +95,32 @@ def test_modules_that_are_stored_by_full_names_may_be_named_as_in_the_first_reci
         load(LORA, f"actor.model.lora.load_from={stored}", f"actor.model.lora.{given}")
 
 
+@pytest.mark.parametrize(
+    ("given", "agrees"),
+    [
+        ("{q_proj: 4, '.*_proj': 3}", True),
+        ("{'.*_proj': 3}", False),
+        ("{'.*_proj': 3, q_proj: 4}", False),
+        ("{q_proj: 4}", False),
+        ("{q_proj: 4, '.*_proj': 2}", False),
+        ("{q_proj: 4, '.*_proj': 3, other: 3}", False),
+    ],
+)
+def test_patterns_whose_order_matters_may_be_as_in_the_first_recipe(
+    load_text, stored: Path, given: str, *, agrees: bool
+) -> None:
+    """They are stored as full names, as PEFT sorts patterns."""
+    names = ["layers.0.q_proj", "layers.0.v_proj"]
+    ranks = {r"^layers\.0\.q_proj": 4, r"^layers\.0\.v_proj": 3}
+    (stored / "adapter_config.json").write_text(json.dumps(STORED | {"target_modules": names, "rank_pattern": ranks}))
+    base = "model_path: owner/name, is_lora: true"
+    with nullcontext() if agrees else pytest.raises(ConfigError, match=r"but the adapter in .*before has"):
+        load_text(
+            f"model: {{{base}, lora: {{load_from: {stored}, rank_pattern: {given}}}}}\n"
+            "data: {train_data_paths: owner/rows}\n"
+        )
+
+
 def test_a_pattern_that_does_not_compile_is_refused_beside_an_adapter_too(load, stored: Path) -> None:
     with pytest.raises(ConfigError, match="does not compile"):
         load(LORA, f"actor.model.lora.load_from={stored}", "actor.model.lora.target_modules='(up'")

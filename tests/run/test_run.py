@@ -11,7 +11,7 @@ import torch
 import shardtune
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.run.run import Run
-from tests.support.tiny_run import make_tiny
+from tests.support.tiny_run import lines, make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +59,30 @@ def test_an_export_takes_no_place_that_cannot_be_renamed(tmp_path: Path, monkeyp
     monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path)
     with pytest.raises(CheckpointError, match=r"mounted(?s:.*)--to"):
         Run(tmp_path / "no run").export(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("ema_decay=0.5", "ema_decay=null"), ("ema_decay=null", "ema_decay=0.5"), ("ema_decay=0.5", "")]
+)
+def test_of_an_earlier_checkpoint_the_weights_that_were_evaluated_then_are_taken(
+    tmp_path: Path, first: str, then: str
+) -> None:
+    """The run was continued with another choice between the weights and their average."""
+    tiny = make_tiny(tmp_path, save_interval=1)
+    recipe = tiny.recipe("one", data__eval_data_paths=str(tmp_path / "eval.jsonl"), runner__eval_interval=1)
+    changes = [f"optim.{then}" if then else "optim.ema_use=false", "runner.allow_changes=[optim]"]
+    shardtune.train(recipe, "runner.max_epochs=-1", "runner.max_steps=2", f"optim.{first}", "optim.lr=1e-2")
+    rest = ["runner.max_epochs=-1", "runner.max_steps=3", "optim.lr=1e-2", *([] if then else [f"optim.{first}"])]
+    run = shardtune.train(recipe, *rest, *changes)
+    measured = {line["step"]: line["eval/loss"] for line in lines(run.dir) if "eval/loss" in line}
+    for step in (2, 3):
+        assert run.evaluate(str(step))["eval/loss"] == pytest.approx(measured[step], rel=1e-6)
+    if then != "ema_decay=null":
+        weights = run.evaluate("2", "optim.ema_use=false")["eval/loss"]
+        assert (weights == pytest.approx(measured[2], rel=1e-6)) == (first == "ema_decay=null")
+    # What begins later begins with the weights of the checkpoint.
+    if then == "ema_decay=0.5":
+        parts = [run.worker(str(step), f"optim.ema_use={use}").weights for step, use in ((2, "false"), (3, "false"))]
+        last, average = parts[1], run.worker("3").weights
+        for name, tensor in average.parameters.items():
+            torch.testing.assert_close(tensor, (parts[0].parameters[name] + last.parameters[name]) / 2)

@@ -56,3 +56,22 @@ def test_counts_go_into_a_checkpoint_and_come_back() -> None:
     other.restore(watched.state())
     assert other.early is not None
     assert other.early.best is None, "what another metric reached says nothing of this one"
+
+
+def test_values_that_were_measured_otherwise_are_not_compared() -> None:
+    values = {"early_stop": {"enabled": True, "patience": 1}, "best": {"monitor": "train/loss", "mode": "min"}}
+    config = RunnerConfig.model_validate(values)
+    watched = Watches(config, {"data.eval_data_paths": "one", "eval.match": "a"})
+    for loss in (1.0, 2.0):
+        watched.update({"eval/loss": loss, "train/loss": loss}, 4)
+    assert watched.stop
+    same, other = (Watches(config, {"data.eval_data_paths": rows, "eval.match": "a"}) for rows in ("one", "two"))
+    assert same.restore(watched.state()) == []
+    assert same.stop
+    assert other.restore(watched.state()) == [
+        "runner.early_stop begins anew: eval/loss was measured otherwise so far (data.eval_data_paths)"
+    ]
+    assert not other.stop
+    assert other.early is not None
+    assert other.best is not None
+    assert (other.early.best, other.best.best) == (None, 1.0), "training's own loss has nothing to do with it"

@@ -88,6 +88,12 @@ class AveragedWeights:
         self._in_model = not self._in_model
         self._weights.copy_masters_to_model()
 
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin anew, with the weights as they are."""
+        for average, weight in self._pairs:
+            average.copy_(weight)
+
     # Checkpoints.
 
     def checkpointed(self) -> dict[str, torch.Tensor]:

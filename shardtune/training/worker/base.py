@@ -382,6 +382,8 @@ class FSDPSftWorker(ABC):
         self.position.restore(self.state.load(Path(path), keeps=self.keeps_own_state()))
         if (other := self.state.moments_of(Path(path))) is not None:
             self.report(f"the optimizer begins anew: the checkpoint has the state of {other}")
+        if self.state.begins_average(Path(path)):
+            self.report("the average of the weights begins with those of the checkpoint, which has none")
         return self.state.step
 
     @final

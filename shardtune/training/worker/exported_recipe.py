@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint.atomic import read_json
+from shardtune.checkpoint.records import CONFIG, intact_copy
 from shardtune.config import ActorConfig, Recipe
 from shardtune.config.model_names import BUILT_IN, POLICIES, TASKS
+from shardtune.config.recipe_file import read_stored
 from shardtune.config.stored_recipe import stored_recipe
+from shardtune.config.tree import get_section
 from shardtune.config.values import WORKERS
 from shardtune.models.action.policy import SETTINGS_FILE
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
@@ -20,6 +23,7 @@ _UNTIL = "_until_step_"
 FOUND = (NORMALIZER_FILE, SETTINGS_FILE)
 """What is found in the training rows of a model that acts, and kept in the run's directory for its checkpoints."""
 ACTS = "vision_language_action"
+OPTIM = "actor.optim"
 FEATURES = ("input_features", "output_features")
 """What the config.json of a ready policy has of its training rows."""
 
@@ -91,6 +95,21 @@ def with_found(recipe: Recipe, run_dir: Path, step: int) -> Recipe:
         if file.is_file():
             values["actor"]["model"]["action_statistics"] = str(file)
     return stored_recipe(values)
+
+
+def with_average_of(recipe: Recipe, checkpoint: Path) -> Recipe:
+    """The same recipe with the choice between weights and average that the checkpoint's own recipe made.
+
+    A run may have been continued with another one since.
+    """
+    file = intact_copy(checkpoint, CONFIG)
+    if file is None:
+        return recipe
+    stored, values = get_section(read_stored(file.read_text(encoding="utf-8")), OPTIM), recipe.to_dict()
+    optim, decay = values["actor"]["optim"], stored.get("ema_decay")
+    optim["ema_use"] = bool(stored.get("ema_use", True)) and (decay is not None or optim["ema_decay"] is None)
+    optim["ema_decay"] = optim["ema_decay"] if decay is None else decay
+    return recipe if values == recipe.to_dict() else stored_recipe(values)
 
 
 def _with_found(values: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from shardtune.checkpoint.hf_save import gather_full
 from shardtune.checkpoint.quantized.read import holds_only
 from shardtune.checkpoint.training_state import (
     STATE_FILE,
+    has_average,
     load_training,
     load_weights_only,
     model_bytes,
@@ -413,7 +414,8 @@ class ModelState:
     def load(self, folder: Path, *, keeps: str = "") -> Mapping[str, object]:
         """Continue from a folder that `save` wrote, on any number of ranks; returns the JSON part.
 
-        Moments of an optimizer of another class are not loaded (`moments_of`).
+        Moments of an optimizer of another class are not loaded (`moments_of`). An average of the weights that the
+        folder does not have begins with its weights (`begins_average`).
 
         Args:
             folder: of the checkpoint.
@@ -425,8 +427,10 @@ class ModelState:
             self.optimizer.state.clear()
         state = load_training(folder, self.weights, self.optimizer, from_recipe=from_recipe, without_moments=other)
         self._left_out.check(folder, state.get(LEFT_OUT), may_have_changed=bool(keeps))
-        if self.average is not None:
+        if self.average is not None and has_average(folder):
             self.average.load(folder)
+        elif self.average is not None:
+            self.average.begin()
         self.finite.check_loaded(folder)
         self.step = int(state["step"])
         if "frozen" in state:  # not in a checkpoint of an earlier version
@@ -435,6 +439,10 @@ class ModelState:
             self.loss_scale = LossScale(**state["loss_scale"])
         set_extra_state(self.inner, state.get(EXTRA, {}))
         return state
+
+    def begins_average(self, folder: Path) -> bool:
+        """Whether the recipe keeps an average of the weights that a folder does not have."""
+        return self.average is not None and not has_average(folder)
 
     def moments_of(self, folder: Path) -> str | None:
         """The optimizer whose moments a folder holds, if they are not those of the recipe's."""

@@ -74,6 +74,10 @@ def test_a_checkpoint_in_the_middle_of_an_evaluation_has_the_weights_of_training
     assert_same_tensors(tmp_path / "before", tmp_path / "during")
     assert_same_tensors(tmp_path / "before", tmp_path / "after")
     shutil.rmtree(tmp_path / "after" / "average")
+    assert worker.state.average is not None
     with pytest.raises(CheckpointError, match=r"has no averaged weights: it was written without actor.optim.ema_decay"):
-        worker.load_checkpoint(tmp_path / "after")
+        worker.state.average.load(tmp_path / "after")
+    worker.load_checkpoint(tmp_path / "after")  # of a run that kept none so far
+    for average, weight in zip(worker.state.average.parts, worker.weights.parameters.values(), strict=True):
+        assert torch.equal(average, weight), "it begins with the weights"
     worker.release()
