@@ -154,14 +154,14 @@ class Watches:
     def _forget_others(self, changed: Sequence[str]) -> list[str]:
         """Reset what watches numbers of evaluations, which were measured otherwise."""
         watches = {"early_stop": self.early, "best": self.best}
-        told = []
+        notes = []
         for name, watch in watches.items():
             if watch is None or watch.monitor.startswith(OF_TRAINING) or (watch.best is None and not watch.bad):
                 continue
             watch.forget()
-            told.append(
+            notes.append(
                 f"runner.{name} begins anew: {watch.monitor} was measured otherwise so far "
                 f"({', '.join(short_key(key) for key in changed)})"
             )
         self.stop = self.early is not None and self.early.bad >= self._patience
-        return told
+        return notes
