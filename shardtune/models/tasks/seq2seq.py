@@ -207,7 +207,16 @@ class Seq2Seq(TextTask):
         return found | (rouge(references, answers) if installed(*self.libraries) else {})
 
     def notes(self) -> Sequence[str]:
-        return super().notes() if self.writes else ()
+        written = super().notes() if self.writes else ()
+        ends = self.config.to_dict().get("eos_token_id")
+        ids = self.tokenizer(text_target="a", verbose=False)["input_ids"]
+        if ends is None or {*ids} & {*(ends if isinstance(ends, list) else [ends])}:
+            return written
+        return [
+            *written,
+            f"the tokenizer appends no end token (eos_token_id {ends}) to a target: where rows do not have it either, "
+            "the model does not learn where to stop",
+        ]
 
     def prediction(self, record: Record) -> dict[str, Any]:
         return {"text": record["text"]}

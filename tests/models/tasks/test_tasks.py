@@ -387,6 +387,17 @@ def test_texts_are_read_and_written_within_the_positions_of_bart(folder: Path):
         assert len(one["prediction"]["text"].split()) == 13
 
 
+def test_a_tokenizer_that_ends_no_target_is_named(folder: Path, tmp_path: Path):
+    values = recipe(folder, "seq2seq", rows("seq2seq", 2), "ended")
+    assert not task_of(values).notes()
+    shutil.copytree(folder / "t5", tmp_path / "t5")
+    file = tmp_path / "t5" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))
+    values["model"]["model_path"] = str(tmp_path / "t5")
+    (note,) = task_of(values).notes()
+    assert "appends no end token (eos_token_id 3) to a target" in note
+
+
 @pytest.mark.parametrize(("source", "target"), [(12, 12), (12, 9), (9, 12), (2, 9), (9, 2)])
 def test_source_and_target_are_cut_each_by_itself(folder: Path, source: int, target: int):
     values = recipe(folder, "seq2seq", rows("seq2seq", 2), "both-long")
