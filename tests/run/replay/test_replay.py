@@ -345,13 +345,14 @@ def test_rows_at_fault_are_named_and_steps_after_them_are_the_runs(
 
 @pytest.fixture(scope="module")
 def continued(trained: Trained) -> Path:
-    """A run with dropout of 3 steps, then of 6 with another horizon and other micro-batches."""
+    """A run with dropout of 3 steps, then of 6 and of 7 with another horizon and other micro-batches each time."""
     settings = {"actor__model__precision": "fp64", "runner__save_interval": 2}
     recipe = trained.tiny.recipe("continued", **settings, actor__micro_batch_size=2, runner__max_steps=3)
     shardtune.train(recipe)
-    recipe["actor"]["micro_batch_size"] = 3
-    recipe["runner"]["max_steps"] = 6
-    shardtune.train(recipe)
+    for rows, steps in ((3, 6), (4, 7)):
+        recipe["actor"]["micro_batch_size"] = rows
+        recipe["runner"]["max_steps"] = steps
+        shardtune.train(recipe)
     return trained.tiny.run("continued")
 
 
