@@ -349,8 +349,8 @@ def continued(trained: Trained) -> Path:
     settings = {"actor__model__precision": "fp64", "runner__save_interval": 2}
     recipe = trained.tiny.recipe("continued", **settings, actor__micro_batch_size=2, runner__max_steps=3)
     shardtune.train(recipe)
-    for rows, steps in ((3, 6), (4, 7)):
-        recipe["actor"]["micro_batch_size"] = rows
+    for size, steps in ((3, 6), (4, 7)):
+        recipe["actor"]["micro_batch_size"] = size
         recipe["runner"]["max_steps"] = steps
         shardtune.train(recipe)
     return trained.tiny.run("continued")
