@@ -55,6 +55,7 @@ FILES: Mapping[str, str] = {
     "cli/installation.py": "`shardtune env` prints the devices",
     "config/foreign/axolotl_keys.py": "a key of another trainer",
     "config/foreign/nemo_sections.py": "likewise",
+    "config/foreign/rlinf.py": "likewise",
     "config/foreign/training_arguments.py": "likewise",
     "engine/cuda_alias.py": "for engines without a GPU",
     "engine/offload.py": "engine, offloaded",
