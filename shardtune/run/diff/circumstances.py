@@ -192,7 +192,7 @@ def _history(first: StoredRun, second: StoredRun) -> Iterator[Difference]:
     one, other = ([step for step, _ in run.starts()] for run in (first, second))
     if one != other:
         yield Difference("history", "started and continued", _begun(one), _begun(other), ())
-        yield from changed_on_the_way(first, second)
+    yield from changed_on_the_way(first, second)
     came = [_text(run.manifest.get("resumed_from"), NONE) for run in (first, second)]
     if came[0] != came[1]:
         yield Difference("history", "began from the checkpoint", *came, effects=("loss", "update"))

@@ -25,7 +25,7 @@ def changed_on_the_way(first: StoredRun, second: StoredRun) -> Iterator[Differen
     one, other = _earlier(first), _earlier(second)
     for key in dict.fromkeys([*one, *other]):
         was, now = _shown(first, one, key), _shown(second, other, key)
-        if was != now:
+        if was != now and one.get(key) != other.get(key):  # where the last value alone differs, the recipes show it
             yield Difference("history", short_key(key), was, now, effects_of(key))
 
 

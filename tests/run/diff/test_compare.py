@@ -168,6 +168,12 @@ def test_another_length_before_a_run_was_continued_moves_the_rate(tiny: Tiny) ->
     assert (change.section, change.first, change.second) == ("history", "-1", "3 up to step 3, then -1")
     assert any("learning rate parts" in one.finding for one in found.explanations)
     assert all(names == ["runner.max_steps"] for names in causes(found))
+    other = tiny.recipe("begun longer", **FAST, runner__max_steps=3, actor__micro_batch_size=1)
+    shardtune.train(other)
+    del other["runner"]["max_steps"], other["actor"]["micro_batch_size"]
+    shardtune.train(other)  # from the same step on as the run before, with another setting until then
+    found = compare(tiny.run("begun shorter"), tiny.run("begun longer"))
+    assert [one.name for one in found.differences if one.section == "history"] == ["micro_batch_size"]
 
 
 def test_an_optimizer_is_named_for_what_outgrows_rounding(tiny: Tiny, edited: Callable[..., Path]) -> None:
