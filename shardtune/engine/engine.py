@@ -6,40 +6,35 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import SequenceMethod
+from shardtune.engine.checks import check_buffers, check_dtype, check_hooks, check_options, no_engine
 from shardtune.engine.initial_weights import forget_recorders, undo_parting
 from shardtune.engine.methods import Method, no_method, read_methods
 from shardtune.engine.module_copy import copy_of_module
-from shardtune.engine.nn import BaseTrainModule, unwrapped
+from shardtune.engine.nn import unwrapped
 from shardtune.engine.pickling import MODULE, check_sendable
 from shardtune.engine.push import names_between
-from shardtune.engine.rank_module import PRECISIONS, Order, precision_of
+from shardtune.engine.rank_module import Order, precision_of
 from shardtune.engine.rank_process import Request
 from shardtune.engine.ranks import InProcess, Team
 from shardtune.engine.ranks_local import LocalRanks
 from shardtune.engine.ranks_spmd import SpmdRanks
+from shardtune.engine.requested_layout import Executor, check_divisible, layout_of
 from shardtune.engine.sequence_parallel import check_shareable
 from shardtune.engine.session import current_session
-from shardtune.engine.split_arguments import NeedParallel, divide, is_whole
-from shardtune.errors import ModelError, ParallelError
-from shardtune.models.lora.attach import is_adapted
-from shardtune.parallel.gradient_hooks import uncalled_hook
-from shardtune.parallel.meta_init import persistent_buffers
-from shardtune.parallel.torch_private.tensors import num_gradient_hooks
+from shardtune.engine.split_arguments import NeedParallel, divide
+from shardtune.errors import ParallelError
 from shardtune.parallel.unfit_parameters import check_shapes
 
-Executor = Literal["fsdp2", "fsdp1", "ddp"]
-EXECUTORS = ("fsdp2", "fsdp1", "ddp")
 _numbers = itertools.count()
 
 
@@ -74,37 +69,17 @@ class TrainEngine:
         seed: int = 0,
         gather_to_generate: bool | None = None,
     ) -> None:
-        if executor not in EXECUTORS:
-            raise ParallelError(
-                f"there is no executor {executor!r}",
-                where="TrainEngine(executor=…)",
-                remedy=f"use {', '.join(EXECUTORS)}",
-            )
-        if precision is not None and precision not in PRECISIONS.values():
-            raise ParallelError(
-                f"there is no precision {precision!r}",
-                where="TrainEngine(precision=…)",
-                remedy=f"use {', '.join(PRECISIONS.values())}",
-            )
-        if not is_whole(seed, 0):
-            raise ParallelError(
-                f"the seed is {seed!r}", where="TrainEngine(seed=…)", remedy="use a whole number from 0 on"
-            )
-        if gather_to_generate not in (None, True, False):
-            raise ParallelError(
-                f"gather_to_generate is {gather_to_generate!r}",
-                where="TrainEngine(gather_to_generate=…)",
-                remedy="use True, False or None",
-            )
+        check_options(executor, precision, seed, gather_to_generate)
         inner, _ = unwrapped(module)
         self._kind = type(inner)
-        _check_buffers(inner)
+        check_buffers(inner)
         undo_parting(inner)
         self._methods: dict[str, Method] = read_methods(self._kind, _own_names())
-        self._module, self._executor, self._seed = module, executor, seed
+        self._module, self._seed = module, seed
+        self._executor: Executor = executor
         self._gather_to_generate = gather_to_generate
         check_shapes(module)
-        _check_hooks(module)
+        check_hooks(module)
         self._precision = precision or precision_of(module)
         self._id = f"{self._kind.__name__}-{os.getpid()}-{next(_numbers)}"
         self._team: Team | None = None
@@ -187,17 +162,15 @@ class TrainEngine:
             raise ParallelError("the engine is built already", where="build()", remedy="make another, or close() it")
         session = current_session()
         if colocate_with is not None and not isinstance(colocate_with, TrainEngine):
-            raise _no_engine(colocate_with, "build(colocate_with=…)")
+            raise no_engine(colocate_with, "build(colocate_with=…)")
         given = colocate_with._built("build(colocate_with=…)").num_ranks if colocate_with else session.num_ranks
-        layout = self._laid_out(
-            (tensor_parallel_size, data_parallel_size, sequence_parallel_size, replicate_size), given
-        )
-        layout = replace(layout, sequence_method=_checked(sequence_method, sequence_parallel_size))
+        sizes = (tensor_parallel_size, data_parallel_size, sequence_parallel_size, replicate_size)
+        layout = layout_of(self._executor, sizes, sequence_method, given)
         inner, _ = unwrapped(self._module)
         if sequence_parallel_size > 1:
             check_shareable(inner)
         if tensor_parallel_size > 1:
-            self._check_divisible(inner, tensor_parallel_size)
+            check_divisible(inner, tensor_parallel_size)
         team = colocate_with._built("build(…)") if colocate_with else session.team(layout.num_ranks)
         if colocate_with is not None and take_turns:
             team.engines |= {colocate_with._id: True, self._id: True}
@@ -223,57 +196,6 @@ class TrainEngine:
             self._release = weakref.finalize(self, team.abandon, self._id)
             self._release.atexit = False
         return self
-
-    def _check_divisible(self, inner: BaseTrainModule, ranks: int) -> None:
-        """Refuse a module whose matrix products this number of tensor ranks cannot share."""
-        if is_adapted(inner):
-            raise ParallelError(
-                f"{self._kind.__name__} has a low-rank adapter, whose matrices tensor ranks cannot share",
-                where=f"build(tensor_parallel_size={ranks})",
-                remedy=f"use data_parallel_size={ranks}, which shards the weights over as many ranks",
-            )
-        if not inner.tensor_plan:
-            raise ParallelError(
-                f"{self._kind.__name__} declares no plan by which tensor ranks could share it",
-                where=f"build(tensor_parallel_size={ranks})",
-                remedy="give its class a tensor_plan, or use data_parallel_size",
-            )
-
-    def _laid_out(self, sizes: tuple[int, int | None, int, int], given: int | None) -> Layout:
-        """The layout of these sizes on this number of ranks (None: as many as needed)."""
-        tensor, data, sequence, replicate = sizes
-        wrong = [
-            size for size in (tensor, sequence, replicate, *(() if data is None else (data,))) if not is_whole(size, 1)
-        ]
-        if wrong:
-            raise ParallelError(
-                f"the size {wrong[0]!r} is no whole number above 0", where="build(…)", remedy="leave it out"
-            )
-        inner = tensor * sequence
-        if given is not None and (given % inner or (data is not None and data * inner != given)):
-            requested = f"tensor {tensor} x sequence {sequence}" + (f" x data {data}" if data is not None else "")
-            raise ParallelError(
-                f"{requested} ranks are needed, there are {given}",
-                where="build(…)",
-                remedy="leave data_parallel_size out, and let the others divide the ranks there are",
-            )
-        data = data if data is not None else (given // inner if given is not None else replicate)
-        if data % replicate:
-            raise ParallelError(
-                f"{replicate} copies do not divide {data} groups of ranks with data of their own",
-                where="build(replicate_size=…)",
-                remedy="leave it out",
-            )
-        if self._executor == "fsdp1" and tensor > 1:
-            raise ParallelError(
-                "fsdp1 joins the parameters of a unit, so they cannot be parts of matrices",
-                where=f"build(tensor_parallel_size={tensor})",
-                remedy='use executor="fsdp2"',
-            )
-        if self._executor == "ddp":
-            return Layout(data, 1, sequence, tensor)
-        flat = self._executor == "fsdp1" and data * sequence > 1
-        return Layout(replicate, data // replicate, sequence, tensor, flat=flat)
 
     def _built(self, what: str) -> Team:
         if self._team is None:
@@ -361,7 +283,7 @@ class TrainEngine:
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a directory that `from_pretrained` loads, an adapted model's PEFT's; of a plain module its weights."""
-        _check_dtype(dtype, "save_pretrained")
+        check_dtype(dtype, "save_pretrained")
         self._on_ranks("save_pretrained", str(path), dtype)
 
     def _on_ranks(self, action: str, *arguments: object) -> None:
@@ -378,7 +300,7 @@ class TrainEngine:
         Args:
             dtype: of floating tensors; None: full precision.
         """
-        _check_dtype(dtype, "named_tensors")
+        check_dtype(dtype, "named_tensors")
         number = next(self._exports)
         self._on_ranks("export", number, dtype)
         team = self._built("named_tensors")
@@ -409,9 +331,9 @@ class TrainEngine:
         Raises:
             ModelError: the weights do not fit the other module.
         """
-        _check_dtype(dtype, "push_weights")
+        check_dtype(dtype, "push_weights")
         if not isinstance(other, TrainEngine):
-            raise _no_engine(other, "push_weights(…)")
+            raise no_engine(other, "push_weights(…)")
         if other is self:
             raise ParallelError(
                 f"the engine of {self._kind.__name__} is given its own weights, which it has",
@@ -468,57 +390,6 @@ class TrainEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_buffers(module: nn.Module) -> None:
-    """Refuse buffers without values that no source of weights holds."""
-    kept = {id(buffer) for buffer in persistent_buffers(module).values()}
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta and id(buffer) not in kept:
-            raise ModelError(
-                f"the buffer {name} of {type(module).__name__} has no values, and weights do not hold it",
-                where="torch.device('meta')",
-                remedy="make the module inside shardtune.init_empty_weights(), which keeps buffers; compute in forward "
-                "what depends on parameters",
-            )
-
-
-def _checked(method: SequenceMethod, ranks: int) -> SequenceMethod:
-    """The way in which ranks share the attention of sequences, if it is one and has an effect."""
-    if method not in get_args(SequenceMethod):
-        wrong, remedy = "is not one of the methods", f"use one of {', '.join(get_args(SequenceMethod))}"
-    elif method != "auto" and ranks == 1:
-        wrong, remedy = "has no effect with sequence_parallel_size=1", "leave it out, or give sequence_parallel_size"
-    else:
-        return method
-    raise ParallelError(f"sequence_method={method!r} {wrong}", where="build(sequence_method=…)", remedy=remedy)
-
-
-def _check_dtype(dtype: object, method: str) -> None:
-    """Refuse what weights cannot be exported as: whole numbers would round them to 0 and 1."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ModelError(
-            f"the dtype {dtype!r} is no floating dtype of torch",
-            where=f"{method}(dtype=…)",
-            remedy="give torch.bfloat16, torch.float16, torch.float32 or torch.float64",
-        )
-
-
-def _no_engine(given: object, where: str) -> ParallelError:
-    return ParallelError(
-        f"a {type(given).__name__} is no engine", where=where, remedy="give a TrainEngine that is built"
-    )
-
-
-def _check_hooks(module: nn.Module) -> None:
-    """Refuse hooks on gradients, which torch leaves out of the copy that a rank gets."""
-    for name, parameter in module.named_parameters():
-        if num_gradient_hooks(parameter):
-            raise uncalled_hook(
-                name,
-                "ranks work on copies of the module, which are made without it",
-                "; on one rank register it in on_weights_materialized",
-            )
 
 
 def _is_here(team: Team) -> bool:
