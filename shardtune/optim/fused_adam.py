@@ -80,7 +80,7 @@ def launch(
         1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**number), group["eps"], rate / (1 - beta1**number),
         1 - rate * decay if decoupled else 1.0, 0.0 if decoupled else decay,
         CODED=coded, ROUNDED=mean.dtype == torch.bfloat16, HALF=part.dtype == torch.bfloat16,
-        MAXIMIZE=bool(group.get("maximize")),
+        MAXIMIZE=bool(group.get("maximize")), enable_fp_fusion=False,  # each operation rounds
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def _stored(codes, scale, values, bits, table, places, block, SIGNED: tl.constex
         step = step // 2
     lower = tl.load(table + below)
     towards = tl.div_rn(share - lower, tl.load(table + below + 1) - lower)
-    found = below + ((bits.to(tl.float32) + 0.5) / 65536 < towards).to(tl.int32)
+    found = below + ((bits.to(tl.float32) + 0.5) * (1 / 65536) < towards).to(tl.int32)
     if not SIGNED:
         found = tl.where((values > 0) & (found < 1), 1, found)
     tl.store(codes + places, found.to(tl.uint8))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +73,23 @@ def test_the_probe_sees_agreement_and_a_fault(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("shardtune.optim.fused_adam._signed", lambda number: 7)
     assert not one_pass_agrees(*asked)
     one_pass_agrees.cache_clear()
+
+
+@interpreted
+def test_the_kernel_compiles_for_gpus(tmp_path: Path) -> None:
+    """For Ampere, Hopper and Blackwell; each operation is rounded, as in the interpreter, and registers suffice."""
+    generations = ("80", "90", "100", "120")
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "error", "-m", "tests.support.compiled_adam", *generations]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert {kernel["name"].split("-")[0] for kernel in found} == {*generations}
+    assert len(found) >= 5 * len(generations)
+    for kernel in found:
+        assert kernel["target"], kernel
+        assert kernel["contracted"] == kernel["approximate"] == kernel["local"] == 0, kernel
 
 
 def test_what_fails_is_done_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
