@@ -122,7 +122,6 @@ EXAMPLES = {
     "eval.temporal_ensembling": "0.01",
 }
 """Values, as YAML, of the keys whose default is null or empty; the example of any other key is its default."""
-OF_ENTRIES = {"name": "math", "max_samples": "1000", "format": "sharegpt", "split": "train", "columns": "{q: question}"}
 
 
 def explain(name: str) -> str:

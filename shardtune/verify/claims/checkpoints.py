@@ -56,12 +56,6 @@ def tensor_difference(one: Path, other: Path) -> TensorDifference | None:
     return None
 
 
-def largest_tensor_gap(one: Path, other: Path, *, part: str = MODEL) -> tuple[float, str]:
-    """The largest difference of two checkpoints' tensors, see `gap_of`, and the name of the tensor."""
-    first, second = StoredTensors(one / part), StoredTensors(other / part)
-    return max(((gap_of(first[name], second[name]), name) for name in first.names), default=(0.0, ""))
-
-
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal bit by bit: a NaN equals the same NaN, and 0.0 is not -0.0."""
     left, right = (tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))
