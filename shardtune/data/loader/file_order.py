@@ -188,6 +188,10 @@ class FileOrder:
         """The most steps of an epoch: of all rows, or, cut by tokens, as many as rows; all files are counted."""
         return self._steps_of(self.rows_per_epoch)
 
+    def steps_from(self, epoch: int, place: int) -> int:
+        """The most steps from a place of an epoch to its end; all files are counted."""
+        return self._steps_of(max(0, self.rows_per_epoch - place))
+
     def _steps_of(self, places: int) -> int:
         return -(-places // max(1, self._batch_rows))
 

@@ -244,18 +244,25 @@ class DataOrder:
 
     def num_steps(self, epoch: int) -> int:
         """Steps of an epoch: arithmetic for a batch of rows, one pass over the lengths for a batch of tokens."""
-        size = self.num_rows(epoch)
         if self._batch_rows:
-            return -(-size // self._batch_rows)
+            return -(-self.num_rows(epoch) // self._batch_rows)
         if epoch not in self._steps:
-            rows = self._kept(self.rows(epoch, 0, self.rows_per_epoch))
-            tokens = np.cumsum(self._lengths[rows], dtype=np.int64)
-            start = steps = 0
-            while start < size:
-                # As `step`, from sums over the epoch: behind `start` rows that sum to `before`, a step ends before the
-                # first row at which the sum exceeds before + _batch_tokens; one row at least, however long.
-                before = int(tokens[start - 1]) if start else 0
-                start = max(start + 1, int(np.searchsorted(tokens, before + self._batch_tokens, side="right")))
-                steps += 1
-            self._steps[epoch] = steps
+            self._steps[epoch] = self.steps_from(epoch, 0)
         return self._steps[epoch]
+
+    def steps_from(self, epoch: int, place: int) -> int:
+        """Steps from a place of an epoch to its end."""
+        if self._batch_rows and not len(self._left_out):
+            return -(-max(0, self.rows_per_epoch - place) // self._batch_rows)
+        rows = self._kept(self.rows(epoch, place, self.rows_per_epoch))
+        if self._batch_rows:
+            return -(-len(rows) // self._batch_rows)
+        tokens = np.cumsum(self._lengths[rows], dtype=np.int64)
+        start = steps = 0
+        while start < len(rows):
+            # As `step`, from sums over the epoch: behind `start` rows that sum to `before`, a step ends before the
+            # first row at which the sum exceeds before + _batch_tokens; one row at least, however long.
+            before = int(tokens[start - 1]) if start else 0
+            start = max(start + 1, int(np.searchsorted(tokens, before + self._batch_tokens, side="right")))
+            steps += 1
+        return steps

@@ -167,6 +167,10 @@ class BatchLoader:
     def num_steps(self, epoch: int) -> int:
         return -(-self._turns // self._turns_per_step)
 
+    def steps_left(self, state: DataState) -> int:
+        """Optimizer steps from a position to the end of its epoch."""
+        return -(-(self._turns - state.rows_consumed // self._rows_per_turn) // self._turns_per_step)
+
     def steps(self, state: DataState) -> Iterator[Step[UserBatch]]:
         """Steps without end from `state` on."""
         epoch, (done, left_over) = state.epoch, divmod(state.rows_consumed, self._rows_per_turn)

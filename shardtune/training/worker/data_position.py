@@ -10,6 +10,7 @@ from shardtune.config import RunnerConfig
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
+from shardtune.data.user_loader.loader import BatchLoader
 from shardtune.errors import ConfigError, ModelError
 from shardtune.training.anomalies import Anomalies
 from shardtune.training.bad_rows import BadPart
@@ -34,7 +35,8 @@ class DataPosition:
     Attributes:
         state: epoch and rows consumed.
         steps: the steps from there on.
-        horizon: optimizer steps until `max_epochs` or `max_steps`, whichever comes first.
+        horizon: optimizer steps until `max_epochs` or `max_steps`, whichever comes first; those behind count as they
+            were cut, also where batches or data have changed since.
         taken: this rank's batches of the next step that `batches` has given already, where not all have been.
         skipped_steps: the number of skipped steps.
         problem: why the last of them was skipped.
@@ -51,6 +53,7 @@ class DataPosition:
         self.state = DataState()
         self._wrap: Wrap = lambda steps: steps
         self.steps: Iterator[Step[MicroBatch]] = loader.steps(self.state)
+        self._ahead = 0  # steps behind, less those that the same rows would be as they are cut now
         self.horizon = horizon(runner, loader)
         self.taken, self._cut, self._after = 0, 0, self.state
         self._rest: list[object] = []
@@ -79,6 +82,7 @@ class DataPosition:
                 self.taken += 1
             else:
                 self.state, self.taken = self._after, 0
+                self.anomalies.steps += 1
             yield batch
 
     def _restart(self, state: DataState, taken: int = 0) -> None:
@@ -178,7 +182,39 @@ class DataPosition:
             "data": asdict(self.state),
             **({"taken": [self.taken, self._cut]} if self.taken else {}),
             "loader": self._loader_state(),
+            "ahead": self._ahead,
+            **({"epoch_size": self._epoch_size(self.state)} if self._counts_epochs else {}),
         }
+
+    @property
+    def _counts_epochs(self) -> bool:
+        """Whether the steps of an epoch are known without reading files for it."""
+        loader, runner = self.loader, self._runner
+        known = not isinstance(loader, StepLoader) or loader.is_counted or self.horizon != runner.max_steps
+        return runner.max_epochs > 0 and known
+
+    def _epoch_size(self, state: DataState) -> list[int]:
+        """The rows and steps of the epoch of a position, which show whether its steps are cut as they were."""
+        epoch = min(state.epoch, self._runner.max_epochs - 1)
+        return [self.loader.rows_per_epoch, self.loader.num_steps(epoch)]
+
+    def _move_horizon(self, saved: Mapping[str, Any], state: DataState) -> None:
+        """Count the steps behind a position as they were cut, and those to come as they are cut now.
+
+        Worked example: two epochs of 100 rows, and 20 steps of 8 rows are done, which end at row 56 of the second one.
+        Steps of 16 rows would be 14, of which 3 are to come from there: the horizon is 20 + 3.
+        """
+        self._ahead = saved.get("ahead", 0)
+        self.horizon = horizon(self._runner, self.loader, self._ahead)
+        size = saved.get("epoch_size")
+        if size is None or not self._counts_epochs or size == self._epoch_size(state):
+            return
+        loader, here = self.loader, 0
+        if isinstance(loader, StepLoader | BatchLoader):
+            here = loader.num_steps(state.epoch) - loader.steps_left(state)
+        behind = sum(loader.num_steps(epoch) for epoch in range(state.epoch)) + here
+        self._ahead = self.anomalies.steps - behind
+        self.horizon = horizon(self._runner, loader, self._ahead)
 
     def _loader_state(self) -> Mapping[str, object] | None:
         saved = self.loader.state_dict()
@@ -201,6 +237,7 @@ class DataPosition:
         if isinstance(saved, Mapping):
             allowed = self._runner.allows("data.train_data_paths")
             self.loader.load_state_dict(saved, place, allow_changed=allowed)
+        self._move_horizon(state, place)
         taken, self._cut = state.get("taken", (0, 0))
         self._restart(place, taken)
 
@@ -215,14 +252,21 @@ def _cut_otherwise(taken: int, before: int, batches: int) -> ConfigError:
     )
 
 
-def horizon(runner: RunnerConfig, loader: Loader[MicroBatch]) -> int:
-    """The optimizer steps until `max_epochs` or `max_steps`, whichever comes first."""
-    both = min(runner.max_epochs, runner.max_steps) > 0
-    if both and isinstance(loader, StepLoader) and loader.has_steps(runner.max_steps, runner.max_epochs):
+def horizon(runner: RunnerConfig, loader: Loader[MicroBatch], ahead: int = 0) -> int:
+    """The optimizer steps until `max_epochs` or `max_steps`, whichever comes first.
+
+    Args:
+        runner: has both.
+        loader: cuts epochs into steps.
+        ahead: steps that are done beyond those that the loader would have done.
+    """
+    both, most = min(runner.max_epochs, runner.max_steps) > 0, runner.max_steps - ahead
+    if both and isinstance(loader, StepLoader) and loader.has_steps(most, runner.max_epochs):
         return runner.max_steps
     steps = 0
     for epoch in range(max(0, runner.max_epochs)):
         steps += loader.num_steps(epoch)
-        if 0 < runner.max_steps <= steps:
+        if 0 < runner.max_steps <= steps + ahead:
             break
+    steps += ahead if steps else 0
     return min(steps, runner.max_steps) if steps and runner.max_steps > 0 else steps or runner.max_steps

@@ -84,6 +84,19 @@ def test_steps_have_the_size_asked_for_and_the_last_what_is_left() -> None:
     assert order((29, 1.0)).num_steps(0) == 4
 
 
+@pytest.mark.parametrize("options", [{"global_batch_size": 8}, {"global_batch_tokens": 100}])
+@pytest.mark.parametrize("left_out", [[], [0, 7, 8, 40, 99]])
+def test_the_steps_that_are_left_are_those_to_come(options: dict[str, int], left_out: list[int]) -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 100).astype(np.int32)
+    data = order((100, 1.0), lengths=lengths, left_out=np.array(left_out, np.int64), **options)
+    for epoch in range(2):
+        place, left = 0, data.num_steps(epoch)
+        while place < 100:
+            assert data.steps_from(epoch, place) == left
+            place, left = data.cut(epoch, place)[1], left - 1
+        assert left == data.steps_from(epoch, 100) == 0
+
+
 def test_without_shuffling_rows_come_as_they_are_stored() -> None:
     data = order((5, 1.0), (4, 2.0), shuffle=False, global_batch_size=100)
     assert data.step(3, 0).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 8]

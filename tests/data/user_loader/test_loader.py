@@ -73,6 +73,13 @@ def one_epoch(made: BatchLoader) -> list[Step]:
     return list(islice(made.steps(DataState()), made.num_steps(0)))
 
 
+@pytest.mark.parametrize("size", [2, 4, 10, 100])
+def test_the_steps_that_are_left_are_those_to_come(size: int) -> None:
+    made = loader(size=size)
+    steps = one_epoch(made)
+    assert [made.steps_left(step.state) for step in steps] == list(range(len(steps), 0, -1))
+
+
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9)).double()
