@@ -40,7 +40,7 @@ from shardtune.run.identity import (
     replaced_records,
     require_identity,
 )
-from shardtune.run.own_paths import check_name, check_new, check_overwritten
+from shardtune.run.own_paths import check_name, check_new, check_overwritten, note_on_moved
 from shardtune.run.resume_check import check_changes, goes_on
 from shardtune.run.versions import installed_version
 from shardtune.training.loggers import METRICS_FILE
@@ -89,6 +89,12 @@ def run_directory(recipe: Recipe) -> Path:
 
 
 def plan_run(recipe: Recipe, *, sizes: bool = True) -> RunPlan:
+    """Plan a run, as `_plan`; its first note is on a recipe of a run that was moved."""
+    plan, moved = _plan(recipe, sizes=sizes), note_on_moved(recipe, run_directory(recipe))
+    return replace(plan, notes=(moved, *plan.notes)) if moved else plan
+
+
+def _plan(recipe: Recipe, *, sizes: bool) -> RunPlan:
     """Plan a run; writes nothing.
 
     Args:

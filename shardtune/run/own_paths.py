@@ -11,6 +11,10 @@ from shardtune.config import Recipe
 from shardtune.config.paths import DATA_KEYS, MODEL_KEYS, data_paths, named_files
 from shardtune.config.tree import get_value
 from shardtune.errors import ConfigError
+from shardtune.run.identity import CONFIG, holds_run
+
+PLACE = ("runner.logger.log_path", "runner.logger.experiment_name")
+"""Keys that name the run directory."""
 
 WRITTEN_KEYS = ("data.quarantine",)
 """Keys of files that a run writes itself."""
@@ -28,6 +32,25 @@ def check_name(run_dir: Path, log_path: Path) -> None:
         f"the run would be written into {log_path} itself, the directory of all runs",
         where=f"runner.logger.experiment_name: {os.path.relpath(run_dir, log_path)}",
         remedy="give the run a name; for another place set runner.logger.log_path too",
+    )
+
+
+def note_on_moved(recipe: Recipe, run_dir: Path) -> str:
+    """A line where the recipe is that of a run which was moved or copied, and names its former place; "" otherwise.
+
+    Args:
+        recipe: of the command.
+        run_dir: that it names.
+    """
+    names = {(recipe.where(key) or "").rpartition(":")[0] for key in PLACE}
+    given = Path(names.pop())
+    if names or given.name != CONFIG or not holds_run(given.parent) or given.parent.resolve() == run_dir.resolve():
+        return ""
+    log_path, name = os.path.split(given.parent.resolve())
+    does = "goes on with" if holds_run(run_dir) else "begins"
+    return (
+        f"{given} names the run directory {run_dir}, so this command {does} a run there, not the one that lies beside "
+        f"it; that one is meant by runner.logger.log_path={log_path} runner.logger.experiment_name={name}"
     )
 
 

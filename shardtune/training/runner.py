@@ -376,9 +376,13 @@ class SFTRunner:
         self._observer.log(f"{command} --rows names the rows that are left out")
 
     def _forget_missing_best(self) -> None:
-        """Forget the best checkpoint so far, unless it exists and is marked as the best."""
+        """Forget the best checkpoint so far, with a line, unless it exists and is marked as the best."""
         best = self._watches.best
         if best is not None and not on_main(self._ranks, lambda: self._files.mark_best(best.best_step)):
+            self._observer.log(
+                f"runner.best begins anew: its best checkpoint so far, of step {best.best_step:,}, is not in "
+                f"{self.store.folder}"
+            )
             best.forget()
 
     def _after_step(self, *, epoch_ended: bool, advanced: bool) -> None:

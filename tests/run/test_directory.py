@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -167,6 +168,31 @@ def test_an_allowed_change_is_made(tiny: Tiny) -> None:
     )
     assert lines(tiny.run("done"))[-1]["train/learning_rate"] == 0.5
     assert lines(tiny.run("done"))[3]["train/learning_rate"] != 0.5
+
+
+def test_the_schedule_ends_with_the_run_where_steps_are_cut_otherwise(tiny: Tiny, capsys: Any) -> None:
+    """Five steps of 6 rows end at row 6 of the second epoch, whose other 15 rows are five steps of 3."""
+    allowed = {"runner__allow_changes": ["actor.global_batch_size"], "actor__global_batch_size": 3}
+    shardtune.train(tiny.recipe("cut", runner__max_steps=5))
+    shardtune.train(tiny.recipe("cut", runner__max_steps=7, **allowed))
+    shardtune.train(tiny.recipe("cut", **allowed))
+    assert "horizon moves from 7 to 10 steps" in capsys.readouterr().err
+    logged = lines(tiny.run("cut"))
+    assert [line["step"] for line in logged] == list(range(1, 11))
+    rates = [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 10)) for step in (7, 8, 9)]
+    assert [line["train/learning_rate"] for line in logged[7:]] == pytest.approx(rates, rel=1e-12)
+
+
+def test_a_recipe_of_a_run_that_was_copied_names_its_former_place(tiny: Tiny, tmp_path: Path, capsys: Any) -> None:
+    copy = shutil.copytree(tiny.run("done"), tmp_path / "elsewhere/copied")
+    shardtune.train(copy / "config.yaml")
+    told = capsys.readouterr().err
+    assert f"config.yaml names the run directory {tiny.run('done')}, so this command goes on with a run there" in told
+    there = f"runner.logger.log_path={copy.parent} runner.logger.experiment_name=copied"
+    assert there in told
+    shardtune.train(copy / "config.yaml", *there.split())
+    shardtune.train(tiny.run("done") / "config.yaml")
+    assert "names the run directory" not in capsys.readouterr().err
 
 
 def test_a_project_that_was_moved_goes_on_where_it_lies_now(tmp_path: Path) -> None:
@@ -401,7 +427,7 @@ def test_an_unknown_monitor_is_refused_before_training(tiny: Tiny) -> None:
     assert not tiny.run("watched").exists()
 
 
-def test_retention_keeps_the_best_which_can_be_continued(tiny: Tiny) -> None:
+def test_retention_keeps_the_best_which_can_be_continued(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {
         "data__eval_data_paths": str(tiny.folder / "eval.jsonl"),
         "runner__val_check_interval": 1,
@@ -413,7 +439,7 @@ def test_retention_keeps_the_best_which_can_be_continued(tiny: Tiny) -> None:
     checkpoints = tiny.run("best") / "checkpoints"
     assert sorted(path.name for path in checkpoints.glob("global*")) == ["global_step_1", "global_step_8"]
     assert (checkpoints / "best").resolve().name == "global_step_1"
-    keys = {key: value for key, value in keys.items() if "data" in key}
+    best, keys = keys, {key: value for key, value in keys.items() if "data" in key}
     fork = tiny.recipe(
         "from_best", runner__resume_dir=f"{checkpoints}/best", runner__allow_changes=["runner.best"], **keys
     )
@@ -421,6 +447,11 @@ def test_retention_keeps_the_best_which_can_be_continued(tiny: Tiny) -> None:
         shardtune.train(fork)
     assert len(seen[:7]) == 7
     assert [line["step"] for line in lines(tiny.run("from_best"))] == list(range(2, 9))
+    shutil.rmtree(checkpoints / "global_step_1")
+    capsys.readouterr()
+    shardtune.train(tiny.recipe("best", runner__max_epochs=3, **best))
+    told = f"runner.best begins anew: its best checkpoint so far, of step 1, is not in {checkpoints}"
+    assert told in capsys.readouterr().err
 
 
 def test_early_stopping_saves_and_its_count_survives_a_stop(tiny: Tiny) -> None:

@@ -122,8 +122,12 @@ def _swatch(number: int) -> Html:
 
 
 def _model(run: StoredRun) -> str:
-    path = run.settings.get("actor.model.model_path")
-    return "a model in memory" if path is None else "/".join(str(path).rstrip("/").split("/")[-2:])
+    """What is trained: a model's directory or name, otherwise the class that makes it, or the name of its kind."""
+    if "actor.model.model_path" in run.manifest.get("in_memory", ()):
+        return "a model in memory"
+    keys = ("model.model_path", "model.adapter", "worker", "model.model_type")
+    named = [str(name) for key in keys if (name := run.settings.get(f"actor.{key}")) is not None]
+    return "/".join(named[0].rstrip("/").split("/")[-2:]) if named else ""
 
 
 def _summary(runs: Sequence[StoredRun], charts: Sequence[Chart]) -> Html:

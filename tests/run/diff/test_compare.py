@@ -157,6 +157,20 @@ def test_another_length_moves_the_rate(tiny: Tiny, edited: Callable[..., Path]) 
     assert causes(found)[0] == ["runner.max_steps"]
 
 
+def test_steps_of_another_size_move_the_rate(tiny: Tiny, edited: Callable[..., Path]) -> None:
+    """As an epoch has another number of them."""
+
+    def larger(tree: dict[str, Any]) -> None:
+        tree["actor"]["global_batch_size"] = 12
+
+    def rate(line: dict[str, Any]) -> None:
+        line["train/learning_rate"] *= 1 - line["step"] / 100
+
+    found = compare(tiny.run("base"), edited(config=larger, line=rate))
+    assert any(one.finding.startswith("the learning rate parts") for one in found.explanations)
+    assert all(names == ["global_batch_size"] for names in causes(found))
+
+
 def test_another_length_before_a_run_was_continued_moves_the_rate(tiny: Tiny) -> None:
     """The recipes are the same at the end; the checkpoints hold the one that the run began with."""
     begun = tiny.recipe("begun shorter", **FAST, runner__max_steps=3)

@@ -23,6 +23,7 @@ from shardtune.run.html import element
 from shardtune.run.report import write
 from shardtune.run.report.content import state
 from shardtune.run.report.curves import Decimated, natural_order
+from shardtune.run.report.page import page
 from shardtune.run.report.write import REPORT, write_report
 from shardtune.run.stored_run import StoredRun
 from tests.support.tiny_run import Tiny, make_tiny
@@ -107,6 +108,23 @@ def test_everything_is_escaped(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_
     assert "geheimnisvoll" not in page
     assert "${oc.env:TEST_REPORT_TOKEN}" in found.text
     assert element("a", "<b>", title='"&') == '<a title="&quot;&amp;">&lt;b&gt;</a>'
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "shown"),
+    [
+        ({"model": {"model_path": "/models/org/tiny"}}, [], "org/tiny"),
+        ({"model": {"adapter": "/project/mine.py:Mine", "model_path": None}}, [], "project/mine.py:Mine"),
+        ({"model": {"model_type": "act", "model_path": None, "adapter": None}}, [], "act"),
+        ({"model": {"model_path": None}}, ["actor.model.model_path"], "a model in memory"),
+    ],
+)
+def test_the_model_is_what_the_recipe_names(
+    settings: dict[str, Any], given: list[str], shown: str, tmp_path: Path
+) -> None:
+    run = StoredRun(tmp_path, {"actor": settings}, {"in_memory": given}, [])
+    found = Texts(page([run]))
+    assert f"model{shown}" in found.text
 
 
 def test_a_curve_is_bounded_and_keeps_its_peaks() -> None:
