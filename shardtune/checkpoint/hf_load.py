@@ -17,7 +17,7 @@ from shardtune.checkpoint.hf_conversion import Assignment, assign, write_convert
 from shardtune.checkpoint.hf_save import save_pretrained
 from shardtune.checkpoint.quantized.bitsandbytes import FourBitTensor
 from shardtune.checkpoint.quantized.read import check_is_plain, dequantized_weights, described
-from shardtune.checkpoint.random_init import initialise_weights
+from shardtune.checkpoint.random_init import initialise_some, initialise_weights
 from shardtune.checkpoint.rounded_weights import rounding_notes
 from shardtune.checkpoint.weight_files import WeightTensor, has_weights
 from shardtune.errors import ModelError
@@ -102,6 +102,8 @@ def load_weights(
     targets = _targets(model)
     missing = _missing(model, targets, assignments)
     loaded = _fill_all(model, assignments, targets)
+    if computed := [name for name in _unfilled(targets, assignments) if _is_computed(model, name)]:
+        initialise_some(model, computed, seed=0)
     _check_tied(model, targets)
     _load_generation_config(model, Path(model_path))
     forget_quantization(model.config)
@@ -204,16 +206,27 @@ def _reportable(model: PreTrainedModel, unexpected: Sequence[str]) -> list[str]:
     return [name for name in unexpected if not _matches(harmless, name)]
 
 
-def _missing(model: PreTrainedModel, targets: Mapping[str, BaseTensor], assignments: Sequence[Assignment]) -> list[str]:
+def _is_computed(model: PreTrainedModel, name: str) -> bool:
+    """Whether a model's class computes a parameter instead of reading it, and never writes it: a table of positions of
+    Marian."""
+    return name in (model._keys_to_ignore_on_save or ()) and _matches(model._keys_to_ignore_on_load_missing, name)
+
+
+def _unfilled(targets: Mapping[str, BaseTensor], assignments: Sequence[Assignment]) -> list[str]:
     """The names of tensors that have no source under any of their names."""
     filled = {name for assignment in assignments for name in _names_made(assignment, targets)}
     by_identity = {id(targets[name].tensor) for name in filled}
+    return [name for name, target in targets.items() if id(target.tensor) not in by_identity]
+
+
+def _missing(model: PreTrainedModel, targets: Mapping[str, BaseTensor], assignments: Sequence[Assignment]) -> list[str]:
+    """The names of tensors that have no source, and need one."""
     optional = model._keys_to_ignore_on_load_missing
     return [
         name
-        for name, target in targets.items()
-        if id(target.tensor) not in by_identity
-        and (isinstance(target.tensor, nn.Parameter) or not _matches(optional, name))
+        for name in _unfilled(targets, assignments)
+        if not _is_computed(model, name)
+        and (isinstance(targets[name].tensor, nn.Parameter) or not _matches(optional, name))
     ]
 
 

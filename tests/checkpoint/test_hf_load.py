@@ -26,6 +26,8 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     GenerationConfig,
+    MarianConfig,
+    MarianMTModel,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -500,3 +502,21 @@ def test_a_bias_per_token_grows_by_zeros(tmp_path: Path) -> None:
     load_weights(model, tmp_path, dtype=torch.float32, grow=True)
     assert model.final_logits_bias[0].tolist() == [*range(16), 0, 0]
     assert torch.equal(model.get_input_embeddings().weight[:16], made.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_table_that_its_class_computes_is_read_where_it_is_stored(tmp_path: Path, *, stored: bool) -> None:
+    """Marian's of positions: `save_pretrained` leaves it out, and files of earlier versions have it."""
+    sizes = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "max_position_embeddings": 8, "vocab_size": 16}
+    parts = {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = MarianConfig(**sizes, **parts, pad_token_id=15, eos_token_id=0, decoder_start_token_id=15)
+    made = MarianMTModel(config)
+    made.save_pretrained(tmp_path)
+    tables = {f"model.{part}.embed_positions.weight": torch.ones(8, 8) for part in ("encoder", "decoder")}
+    if stored:
+        save_file({**load_file(tmp_path / "model.safetensors"), **tables}, tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = MarianMTModel(config)
+    load_weights(model, tmp_path, dtype=torch.float32)
+    expected = {**made.state_dict(), **(tables if stored else {})}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
