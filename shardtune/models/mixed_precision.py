@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -11,7 +12,8 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 from transformers import PreTrainedModel
 
 from shardtune.parallel.buffers import statistical_norms
-from shardtune.parallel.full_precision import full_precision_parameters, kept_in_fp32
+from shardtune.parallel.fp32_compute import may_be_the_models
+from shardtune.parallel.full_precision import full_precision_parameters, kept_in_fp32, outermost_pretrained
 from shardtune.parallel.half_products import HALF
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.torch_private.modules import contents
@@ -25,8 +27,9 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     Inputs are cast to `dtype`; half-precision outputs become fp32, in which losses are summed. Targets do not go
     through the model and keep their precision. Buffers keep theirs too: a bf16 activation plus an fp32 position
     encoding is fp32 again, which the next bf16 layer would refuse. So the inputs of torch's own layers are cast as
-    well, except inside models of transformers, which cast where they need it. Of those an encoder counts as a model of
-    its own, because `generate` calls it by itself.
+    well, except inside models of transformers, which cast where they need it: those compute with the buffers that
+    `from_pretrained` would give them. Of those an encoder counts as a model of its own, because `generate` calls it by
+    itself.
     """
 
     def outputs_in_fp32(_module: nn.Module, _args: object, outputs: object) -> object:
@@ -36,6 +39,18 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         _cast_for(module, dtype)
     if dtype in HALF:
         model.register_forward_hook(outputs_in_fp32)
+        for each in outermost_pretrained(model):
+            _narrow_own_buffers(each, dtype)
+
+
+def _narrow_own_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """As `narrow_buffers`, of a model that its class makes from the config alone; of another nothing."""
+    kind = type(model)
+    try:
+        narrow_buffers(model, dtype, lambda other: kind._from_config(deepcopy(model.config), dtype=other))
+    except Exception as error:  # a user's class may take other arguments, and raise anything
+        if not may_be_the_models(error):
+            raise
 
 
 def cast_for_layers(model: nn.Module, dtype: torch.dtype) -> None:

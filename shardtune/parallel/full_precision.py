@@ -27,7 +27,7 @@ def full_precision_parameters(root: nn.Module, compute: torch.dtype) -> set[nn.P
         compute: bf16 or fp16; otherwise there are the norms alone.
     """
     norms = {parameter for norm in statistical_norms(root).values() for parameter in norm.parameters(recurse=False)}
-    return norms.union(*(_kept(model, compute) for model in _outermost(root)))
+    return norms.union(*(_kept(model, compute) for model in outermost_pretrained(root)))
 
 
 def full_precision_layers(root: nn.Module, compute: torch.dtype) -> list[nn.Linear]:
@@ -65,10 +65,10 @@ def _kept(model: PreTrainedModel, compute: torch.dtype) -> set[nn.Parameter]:
     return {parameter for name, parameter in named if is_kept(name) and parameter.is_floating_point()} - apart
 
 
-def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+def outermost_pretrained(module: nn.Module) -> Iterator[PreTrainedModel]:
     """The models of transformers in a module that are in no other; each declares what its parts do."""
     if isinstance(module, PreTrainedModel):
         yield module
         return
     for child in module.children():
-        yield from _outermost(child)
+        yield from outermost_pretrained(child)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
-from transformers import LlamaConfig, PreTrainedModel, WhisperConfig, WhisperForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    PreTrainedModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from shardtune.models.mixed_precision import cast_for_layers, compute_in
 
@@ -92,3 +100,39 @@ def test_an_encoder_that_generate_calls_by_itself_takes_inputs_in_fp32(half: tor
     expected = model.generate(heard.to(half), max_new_tokens=4)
     compute_in(model, half)
     assert torch.equal(model.generate(heard, max_new_tokens=4), expected)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_a_table_of_positions_is_that_of_from_pretrained_during_forwards(half: torch.dtype, tmp_path: Path) -> None:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 8}
+    M2M100ForConditionalGeneration(M2M100Config(vocab_size=9, **sizes, **heads)).save_pretrained(tmp_path)
+    own = M2M100ForConditionalGeneration.from_pretrained(tmp_path, dtype=half)
+    model = M2M100ForConditionalGeneration.from_pretrained(tmp_path)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(half)
+    compute_in(model, half)
+    ids = torch.tensor([[3, 4, 5, 2]])
+    assert torch.equal(model(ids, labels=ids).logits, own(ids, labels=ids).logits.float())
+    assert torch.equal(model.generate(ids, max_new_tokens=3), own.generate(ids, max_new_tokens=3))
+    assert all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point())
+
+
+class Taking(PreTrainedModel):
+    """A user's class that takes more than a config."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig, width: int) -> None:
+        super().__init__(config)
+        self.layer = nn.Linear(width, 1)
+        self.post_init()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_a_class_that_takes_more_than_a_config_keeps_its_buffers() -> None:
+    model = Taking(LlamaConfig(hidden_size=4, num_attention_heads=2), 3).bfloat16()
+    compute_in(model, torch.bfloat16)
+    assert model(torch.ones(2, 3)).dtype == torch.float32
