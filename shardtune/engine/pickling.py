@@ -8,7 +8,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import cloudpickle
@@ -35,7 +35,8 @@ class ByValue(cloudpickle.CloudPickler):
     Modules that are objects of another class (`torch.backends` and what is in it) are pickled by name. Parametrized
     modules (`torch.nn.utils.parametrize`), of which each has a class of its own, are pickled with the class before.
     A `functools.cached_property` is pickled without its lock, and functions of a script under `functools.lru_cache`
-    without what they keep.
+    without what they keep. The `step` of a script's optimizer that was used here is pickled without torch's wrapper,
+    whose hooks would be copies of this process's; an optimizer of the other side wraps it anew.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -49,6 +50,8 @@ class ByValue(cloudpickle.CloudPickler):
         if isinstance(obj, _Cached) and not _is_importable(cast(Any, obj)):
             cached = cast(Any, obj)
             return _cached_function, (cached.__wrapped__, cached.cache_parameters())
+        if isinstance(obj, FunctionType) and "hooked" in vars(obj) and not _is_importable(obj):
+            return _itself, (vars(obj)["__wrapped__"],)
         return super().reducer_override(obj)
 
 
@@ -57,6 +60,10 @@ def _cached_property(function: Callable[[Any], Any], name: str | None) -> functo
     if name is not None:
         made.__set_name__(object, name)
     return made
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import Linear, Module, utils
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.engine.pickling import check_sendable, pack, unpack
@@ -96,6 +97,36 @@ def test_cached_properties_and_functions_of_a_script_travel(monkeypatch: pytest.
     assert kind[0].cache_parameters() == {"maxsize": 3, "typed": False}
     assert kind[0](Once(), 2) == 6
     assert kind[1].__get__(Once()) == 4
+
+
+def test_an_optimizer_of_a_script_that_was_used_before_has_the_hooks_of_its_ranks(two_ranks: TrainEngine):
+    """torch wraps the `step` of a class once, and by value the wrapper would come with copies of this side's hooks."""
+
+    class Descent(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(RATE * parameter.grad)
+
+    class Stepping(nn.Fsdp2TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Linear(3, 1)
+
+        def on_weights_materialized(self) -> None:
+            self.optimizer = Descent(self.parameters(), lr=RATE)
+
+        def step(self, rows: torch.Tensor) -> int:
+            seen: list[object] = []
+            self.layer(rows).sum().backward()
+            handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
+            self.optimizer.step()
+            handle.remove()
+            return len(seen)
+
+    Descent([torch.nn.Parameter(torch.ones(2))], lr=RATE)
+    with TrainEngine(Stepping()).build(colocate_with=two_ranks, take_turns=False) as engine:
+        assert engine.step(ROWS.float()) == [1, 1]
 
 
 def test_the_attribute_that_cannot_be_sent_is_named():
