@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
 
 from shardtune.engine.nn import BaseTrainModule
 from shardtune.engine.offload import optimizers_of
@@ -60,6 +63,8 @@ class LateTensors:
             ModelError: ranks have made different ones.
         """
         added = self._weights.added()
+        if ranks.layout.flat and any(_is_copy(p, self._weights.parameters.values()) for p in added.values()):
+            raise _copied()  # fsdp1 gives what is copied this rank's part of it
         made = ranks.gather({name: (tuple(p.shape), str(p.dtype)) for name, p in added.items()})
         if any(other != made[0] for other in made):
             rank = next(rank for rank, other in enumerate(made) if other != made[0])
@@ -115,6 +120,36 @@ class LateTensors:
                         remedy="make it one in __init__ or on_weights_materialized: self.log_alpha = "
                         "torch.nn.Parameter(…), self.critics = torch.nn.ModuleList([…])",
                     )
+
+
+@contextmanager
+def refusing_copies() -> Iterator[None]:
+    """Inside, a `deepcopy` of what is sharded, which torch refuses, is refused with what to do instead.
+
+    Raises:
+        ModelError: in place of torch's error.
+    """
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        if "FSDP does not support deepcopy" in str(error) or "support the deepcopy protocol" in str(error):
+            raise _copied() from error
+        raise
+
+
+def _is_copy(made: torch.nn.Parameter, own: Collection[torch.nn.Parameter]) -> bool:
+    """Whether a parameter has the numbers of this rank's part of another."""
+    return made.ndim == 1 and bool(made.any()) and any(torch.equal(made, p) for p in own if p.shape == made.shape)
+
+
+def _copied() -> ModelError:
+    return ModelError(
+        "on several ranks a module is copied before its weights are divided",
+        where="copy.deepcopy(…)",
+        remedy="make the copy in __init__ (self.ema = copy.deepcopy(self.net)), and where weights are loaded from "
+        "elsewhere give it theirs in on_weights_materialized, under torch.no_grad(): for mine, other in "
+        "zip(self.ema.parameters(), self.net.parameters()): mine.copy_(other)",
+    )
 
 
 def _few(names: Collection[str]) -> str:

@@ -24,7 +24,7 @@ from shardtune.engine.full_state import full_state, is_weight_directory, load_di
 from shardtune.engine.generation import let_generate
 from shardtune.engine.gradients import Gradients
 from shardtune.engine.initial_weights import load_first_weights
-from shardtune.engine.late_tensors import LateTensors
+from shardtune.engine.late_tensors import LateTensors, refusing_copies
 from shardtune.engine.module_layout import gathered_units, sequence_forward, share_matrices
 from shardtune.engine.nn import (
     BaseTrainModule,
@@ -199,6 +199,7 @@ class RankModule:
         device = self._ranks.device
         with (
             naming_own_processor(),
+            refusing_copies(),
             torch.cuda.device(device) if device.type == "cuda" else PrintedDevice(device),
         ):
             yield

@@ -201,6 +201,36 @@ def test_ranks_that_make_different_parameters_are_refused(model: Path, two_ranks
         TrainEngine(module).build(colocate_with=two_ranks, take_turns=False)
 
 
+class Averaging(nn.Fsdp2TrainModule):
+    """Copies a part of itself: where it is not whole any more, or before."""
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__()
+        self.net, self.late = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), late
+        if not late:
+            self.ema = copy.deepcopy(self.net)
+
+    def on_weights_materialized(self) -> None:
+        if self.late:
+            self.ema = copy.deepcopy(self.net)
+        with torch.no_grad():
+            for mine, other in zip(self.ema.parameters(), self.net.parameters(), strict=True):
+                mine.lerp_(other, 0.5)
+
+    def difference(self, rows: torch.Tensor) -> float:
+        return (self.ema(rows) - self.net(rows)).abs().max().item()
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
+def test_a_copy_of_sharded_weights_is_refused(two_ranks: TrainEngine, executor: Any):
+    with TrainEngine(Averaging(late=True)).build() as engine:
+        assert engine.difference(torch.ones(2, 4)) == [0.0]
+    with pytest.raises(ModelError, match=r"a module is copied before its weights are divided[\s\S]*in __init__"):
+        TrainEngine(Averaging(late=True), executor).build(colocate_with=two_ranks, take_turns=False)
+    with TrainEngine(Averaging(late=False), executor).build(colocate_with=two_ranks, take_turns=False) as engine:
+        assert engine.difference(torch.ones(2, 4)) == [0.0, 0.0]
+
+
 class Replacing(Critic):
     def on_weights_materialized(self) -> None:
         self.lm_head = torch.nn.Linear(32, 64, bias=False).double()
