@@ -260,7 +260,7 @@ class Gradients:
         def concerns(optimizer: torch.optim.Optimizer) -> bool:
             return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
-        def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if concerns(optimizer):
                 self._reach()
                 self._weights.begin_update()
@@ -268,6 +268,10 @@ class Gradients:
                 for group in optimizer.param_groups:
                     one_by_one_if_mixed(group)
                 whole.before(optimizer)
+                if isinstance(optimizer, torch.optim.LBFGS) and self._ranks.mesh is not None:
+                    agreed = [_agreed_loss(self._ranks, value) for value in (*args[1:], *kwargs.values())]
+                    return (args[0], *agreed), {}
+            return None
 
         def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if concerns(optimizer):
@@ -301,6 +305,24 @@ class _GradCalls(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         return (self._instead if func is torch.autograd.grad else func)(*args, **(kwargs or {}))
+
+
+def _agreed_loss(ranks: Ranks, closure: Callable[[], torch.Tensor | float]) -> Callable[[], torch.Tensor | float]:
+    """The closure of an optimizer that steps by its loss, which has to be the same on all ranks."""
+
+    def agreed() -> torch.Tensor | float:
+        loss = closure()
+        found = ranks.gather(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        if len({repr(each) for each in found}) > 1:
+            raise ModelError(
+                f"the closure gives LBFGS another loss on each rank ({min(found):g} to {max(found):g}), by which each "
+                "would take other steps",
+                where="optimizer.step(closure)",
+                remedy="return the loss of all ranks' samples: loss = self.mean_over_ranks(total, weight)",
+            )
+        return loss
+
+    return agreed
 
 
 def _freed() -> ModelError:

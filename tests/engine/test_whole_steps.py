@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -97,3 +98,39 @@ def test_adafactor_and_rprop_step_as_in_one_process_and_go_on_elsewhere(two_rank
                 other.train_step(inputs, targets)
             for name, tensor in other.named_tensors():
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
+
+
+class Searching(nn.Fsdp2TrainModule):
+    """Steps by the loss that its closure returns: of this rank's rows, or of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(7, 3)
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+
+    def search(self, inputs: torch.Tensor, targets: torch.Tensor, whole: bool) -> float:
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = F.mse_loss(self.layer(inputs), targets)
+            if whole:
+                loss = self.mean_over_ranks(loss * len(inputs), len(inputs))
+            loss.backward()
+            return loss
+
+        return self.optimizer.step(closure=closure).item()
+
+
+def test_lbfgs_takes_the_loss_of_all_ranks(two_ranks: TrainEngine):
+    found: list[list[float]] = []
+    for colocated in (None, two_ranks):
+        with TrainEngine(Searching().double(), "ddp").build(colocate_with=colocated, take_turns=False) as engine:
+            given = [NeedParallel(each) for each in rows()]
+            found.append([engine.search(*given, whole=True)[0] for _ in range(2)])
+            if colocated is not None:
+                with pytest.raises(ModelError, match=r"the closure gives LBFGS another loss on each rank"):
+                    engine.search(*given, whole=False)
+    torch.testing.assert_close(*found, rtol=1e-10, atol=0)
+    assert found[0][1] < found[0][0]
