@@ -3,10 +3,11 @@ those that share a sequence."""
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch
 from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.packing import deal
 from shardtune.errors import DataError
+from shardtune.parallel.torch_private.operations import is_namedtuple_instance
 
 T = TypeVar("T")
 Samples = list[object] | tuple[object, ...] | np.ndarray | torch.Tensor
@@ -25,8 +27,9 @@ class NeedParallel(Generic[T]):
     """Marks an argument of a call whose samples are divided among ranks; it does nothing by itself.
 
     Args:
-        data: a list, tuple, tensor or array of samples along its first dimension, or a dict of such. Numbers of samples
-            need not divide by the ranks; a rank that gets none computes on a sample of another, for nothing.
+        data: a list, tuple, tensor or array of samples along its first dimension, or a dict or named tuple of such.
+            Numbers of samples need not divide by the ranks; a rank that gets none computes on a sample of another, for
+            nothing.
         type: "data" divides samples; "seq" also divides the tokens of each sample (its second dimension) among the
             ranks that share sequences.
         weights: how much each sample counts in the mean over all; by default all alike. Where a method averages over
@@ -318,12 +321,12 @@ def _unmarked(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[obj
 
 def _agreed(marked: Sequence[NeedParallel[object]]) -> tuple[int, list[float]]:
     """The number of samples, and their weights."""
-    sizes = {value.size for value in marked}
-    if len(sizes) > 1:
+    if len({value.size for value in marked}) > 1:
+        found = ", ".join(f"{value.size} (a {type(value.data).__name__})" for value in marked)
         raise DataError(
-            f"the arguments have {' and '.join(str(size) for size in sorted(sizes))} samples",
+            f"the marked arguments have different numbers of samples: {found}",
             where=WHERE,
-            remedy="mark arguments with one value per sample only",
+            remedy=f"mark arguments with one value per sample only; {_COUNTED}",
         )
     given = [value.weights for value in marked if value.weights is not None]
     if any(weights != given[0] for weights in given):
@@ -358,33 +361,62 @@ def _tokens(marked: Sequence[NeedParallel[object]], layout: Layout) -> int | Non
 
 
 def _size(data: object) -> int:
-    sizes = {len(leaf) for leaf in _leaves(data)}
-    if len(sizes) > 1:
+    """The number of samples; what a dict holds has to have as many of each."""
+    fields = _fields(data)
+    if fields is None:
+        return len(_samples(data))
+    sizes = {key: _size(value) for key, value in fields.items()}
+    if len(set(sizes.values())) > 1:
         raise DataError(
-            f"the values of the dict have {' and '.join(str(size) for size in sorted(sizes))} samples",
+            f"the values of the {type(data).__name__} have different numbers of samples: "
+            + ", ".join(f"{key!r} {size}" for key, size in sizes.items()),
             where=WHERE,
-            remedy="give as many of each",
+            remedy=f"give as many of each; {_COUNTED}",
         )
-    return sizes.pop() if sizes else 0
+    return next(iter(sizes.values()), 0)
 
 
-def _leaves(data: object) -> list[Samples]:
+_COUNTED = "a list or tuple has as many as it has elements: several tensors go together in a dict or a named tuple"
+
+
+def _fields(data: object) -> Mapping[str, object] | None:
+    """What a dict or a named tuple holds, each with a value for each sample; None: the data are samples themselves."""
     if isinstance(data, Mapping):
-        return [leaf for value in data.values() for leaf in _leaves(value)]
-    if isinstance(data, list | tuple) or (isinstance(data, np.ndarray | torch.Tensor) and data.ndim):
-        return [data]
+        return data
+    return cast(Any, data)._asdict() if is_namedtuple_instance(data) else None
+
+
+def _samples(data: object) -> Samples:
+    if isinstance(data, list | tuple | np.ndarray | torch.Tensor):
+        if isinstance(data, torch.Tensor) and (data.is_sparse or data.is_sparse_csr):
+            raise DataError(
+                "a sparse tensor cannot be divided",
+                where=WHERE,
+                remedy="give a dense one (to_dense()), or a list with a tensor for each sample",
+            )
+        if isinstance(data, list | tuple) or data.ndim:
+            return data
     raise DataError(
         f"a {type(data).__name__} has no samples to divide",
         where=WHERE,
-        remedy="give a list, a tuple, a tensor or an array with samples along its first dimension, or a dict of such",
+        remedy="give a list, a tuple, a tensor or an array with samples along its first dimension, or a dict or named "
+        "tuple of such; what is not divided is an argument of its own, without NeedParallel",
     )
 
 
+def _leaves(data: object) -> list[Samples]:
+    fields = _fields(data)
+    return [_samples(data)] if fields is None else [leaf for value in fields.values() for leaf in _leaves(value)]
+
+
 def _map(data: object, take: Callable[[Samples], object]) -> object:
-    if isinstance(data, Mapping):
-        return {key: _map(value, take) for key, value in data.items()}
-    (samples,) = _leaves(data)
-    return take(samples)
+    fields = _fields(data)
+    if fields is None:
+        return take(_samples(data))
+    taken = {key: _map(value, take) for key, value in fields.items()}
+    if isinstance(data, UserDict):  # batches of transformers: batch.to(device)
+        return type(data)(taken)
+    return taken if isinstance(data, Mapping) else cast(Any, data)._replace(**taken)
 
 
 def _take(samples: Samples, part: slice) -> Samples:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from shardtune import NeedParallel
 from shardtune.config.rank_layout import Layout
@@ -44,6 +47,21 @@ def test_tensors_arrays_tuples_and_dicts():
     assert first.args[0]["a"].untyped_storage().nbytes() < whole.untyped_storage().nbytes(), "the whole would travel"
 
 
+class Batch(NamedTuple):
+    rows: object
+    targets: torch.Tensor
+
+
+def test_named_tuples_and_batches_of_transformers_keep_their_class():
+    """Their fields are divided, and not the tuple of them."""
+    first, second = parts(Batch({"a": [1, 2, 3, 4]}, torch.arange(4)), Layout(1, 2))
+    assert (first.args[0].rows, second.args[0].rows) == ({"a": [1, 2]}, {"a": [3, 4]})
+    assert (first.args[0].targets.tolist(), second.args[0].targets.tolist()) == ([0, 1], [2, 3])
+    assert isinstance(first.args[0], Batch)
+    (whole,) = parts(BatchEncoding({"input_ids": torch.zeros(2, 3)}), Layout())
+    assert whole.args[0].to("cpu").input_ids.shape == (2, 3)
+
+
 def test_ranks_that_share_a_model_get_the_same_samples():
     found = parts([0, 1, 2, 3], Layout(1, 2, sequence=1, tensor=2))
     assert [part.args[0] for part in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -78,7 +96,10 @@ def test_nothing_marked_goes_to_all_alike():
         ([], {}, "no samples"),
         ("text", {}, "a str has no samples"),
         (torch.tensor(3), {}, "no samples to divide"),
-        ({"a": [1], "b": [1, 2]}, {}, "1 and 2 samples"),
+        ({"a": [1], "b": [1, 2]}, {}, "of the dict have different numbers of samples: 'a' 1, 'b' 2"),
+        (Batch([1], torch.zeros(2)), {}, "of the Batch have different numbers of samples: 'rows' 1, 'targets' 2"),
+        ({"a": [1], "b": None}, {}, "a NoneType has no samples"),
+        (torch.eye(2).to_sparse(), {}, "a sparse tensor cannot be divided"),
         ([1, 2], {"weights": [1]}, "1 weights for 2 samples"),
         ([1, 2], {"weights": [1, float("nan")]}, "a weight is nan"),
         ([1, 2], {"weights": [1, float("inf")]}, "a weight is inf"),
@@ -106,7 +127,7 @@ def test_a_mark_inside_an_argument_is_refused(argument: object):
 
 
 def test_arguments_have_to_have_as_many_samples():
-    with pytest.raises(DataError, match="1 and 2 samples"):
+    with pytest.raises(DataError, match=r"1 \(a list\), 2 \(a list\)"):
         divide([NeedParallel([1])], {"b": NeedParallel([1, 2])}, Layout(), weighed=False)
 
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import is_namedtuple_instance as is_namedtuple_instance
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 # `TorchDispatchMode` sees every operation below autograd; the public `TorchFunctionMode` misses those inside of torch.
 # `FakeTensorMode` computes the shapes of results without memory, on a CPU too, where meta tensors cannot be sharded.
 # `tree_map` and `tree_map_only` go through outputs of transformers, which registers its classes with this pytree and
-# with no other. To be replaced by `torch.utils.pytree`, once there is one.
+# with no other. `is_namedtuple_instance` is of the same. To be replaced by `torch.utils.pytree`, once there is one.
 
 CALLED_THROUGH = frozenset(
     ("torch.overrides", "torch._ops", "torch._tensor", "torch.functional", "torch.nn.functional")
