@@ -147,7 +147,7 @@ def _copied() -> ModelError:
         "on several ranks a module is copied before its weights are divided",
         where="copy.deepcopy(…)",
         remedy="make the copy in __init__ (self.ema = copy.deepcopy(self.net)), and where weights are loaded from "
-        "elsewhere give it theirs in on_weights_materialized, under torch.no_grad(): for mine, other in "
+        "elsewhere give it theirs in on_weights_materialized (fsdp2, ddp), under torch.no_grad(): for mine, other in "
         "zip(self.ema.parameters(), self.net.parameters()): mine.copy_(other)",
     )
 

@@ -33,7 +33,7 @@ from shardtune.parallel.torch_private.fsdp2 import (
     is_at_rest,
 )
 from shardtune.parallel.torch_private.operations import tree_map, tree_map_only
-from shardtune.parallel.torch_private.tensors import base_of, local_part, storage_identity
+from shardtune.parallel.torch_private.tensors import base_of, local_part, storage_identity, without_transforms
 
 FOREIGN = ("torch", "transformers", "peft", "shardtune")
 """Packages whose classes have methods of their own beside a user's."""
@@ -231,15 +231,17 @@ def _part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return storage_identity(_part(tensor).untyped_storage())
+    (memory,) = _memories([_part(tensor)])
+    return memory
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The memory of tensors, of which sparse ones and others without strides have none of a weight's."""
     try:
         return [storage_identity(tensor.untyped_storage()) for tensor in tensors]
-    except RuntimeError:
-        return [storage_identity(tensor.untyped_storage()) for tensor in tensors if tensor.layout is torch.strided]
+    except RuntimeError:  # a sparse one, or one in a transform of torch.func
+        plain = [without_transforms(tensor) for tensor in tensors]
+        return [storage_identity(tensor.untyped_storage()) for tensor in plain if tensor.layout is torch.strided]
 
 
 def same_memory(weight: object, other: object) -> bool:

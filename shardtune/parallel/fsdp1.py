@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardtune.errors import ModelError
 from shardtune.parallel.buffers import fingerprint_of
 from shardtune.parallel.full_precision import full_precision_parameters
 from shardtune.parallel.outputs import tensors_in
@@ -30,7 +31,7 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.second_derivatives import refuse_second_derivatives
 from shardtune.parallel.torch_private.fsdp1 import HYBRID_SHARD_ZERO2, flat_parameter, free_gathered, gather
 from shardtune.parallel.torch_private.fsdp2 import in_backward
-from shardtune.parallel.torch_private.graph import unreached
+from shardtune.parallel.torch_private.graph import in_differentiation, unreached
 from shardtune.parallel.torch_private.modules import set_parameter
 from shardtune.parallel.torch_private.operations import tree_map, tree_map_only
 from shardtune.parallel.unit_calls import UnitCalls
@@ -217,6 +218,12 @@ class Routed:
         return run
 
     def _run(self, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        if in_differentiation():
+            raise ModelError(
+                "fsdp1 cannot gather weights while torch.func differentiates",
+                where="torch.func",
+                remedy="use torch.autograd.grad(…), or FSDP2 (or DDP), with which torch.func works",
+            )
         if self._cast is not None:
             args, kwargs = tree_map(self._to_compute, (args, kwargs))
         if self.note is not None and not self.kept:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.func import grad, vmap
 from transformers import Qwen2ForCausalLM
 
 import shardtune
@@ -112,3 +113,39 @@ def test_fsdp1_and_tensor_ranks_refuse_it(model: Path, two_ranks: TrainEngine) -
         made = TrainEngine(learner(model), executor).build(colocate_with=two_ranks, take_turns=False, **sizes)
         with made as engine, pytest.raises(ModelError, match=r"gradients of gradients need|has first derivatives only"):
             engine.differentiate(ROWS)
+
+
+class Sloped(nn.Fsdp2TrainModule):
+    """The slope of its output for each row, by transforms of `torch.func`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.net(rows)
+
+    def each(self, rows: torch.Tensor) -> torch.Tensor:
+        return vmap(lambda row: self(row[None])[0])(rows)
+
+    def slopes(self, rows: torch.Tensor) -> torch.Tensor:
+        return vmap(grad(lambda row: self(row[None]).square().sum()))(rows)
+
+    def slopes_of_part(self, rows: torch.Tensor) -> torch.Tensor:
+        return vmap(grad(lambda row: self.net(row[None]).square().sum()))(rows)
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "ddp", "fsdp1"])
+def test_transforms_of_torch_func_give_the_slopes_of_each_row(two_ranks: TrainEngine, executor: Any) -> None:
+    module, rows = Sloped().double(), torch.arange(12, dtype=torch.float64).sin().view(4, 3)
+    inputs = rows.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(module.net(inputs).square().sum(), inputs)
+    with TrainEngine(module, executor).build(colocate_with=two_ranks, take_turns=False) as engine:
+        torch.testing.assert_close(torch.cat(engine.each(NeedParallel(rows))), module.net(rows).detach())
+        for slopes in (engine.slopes, engine.slopes_of_part):
+            if executor == "fsdp1":
+                with pytest.raises(ModelError, match=r"fsdp1 cannot gather weights while torch.func differentiates"):
+                    slopes(NeedParallel(rows))
+            else:
+                torch.testing.assert_close(torch.cat(slopes(NeedParallel(rows))), expected)

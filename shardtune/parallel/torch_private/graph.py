@@ -124,6 +124,12 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def in_differentiation() -> bool:
+    """Whether a transform of `torch.func` that differentiates runs (`grad`, `jvp`), as `vmap` alone does not."""
+    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    return in_transform() and any(each.key() in kinds for each in torch._C._functorch.get_interpreter_stack() or ())
+
+
 def outside_transforms() -> AbstractContextManager[object]:
     """Inside, operations on plain tensors give plain ones, whatever transforms of `torch.func` run."""
     return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()

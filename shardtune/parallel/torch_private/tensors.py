@@ -66,3 +66,10 @@ def local_part(tensor: DTensor) -> torch.Tensor:
 def quieten_redistribution() -> None:
     """No warning where a part of a part is gathered in two steps: that is seldom (exports, probes), and meant."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms of `torch.func` wrap, which alone has memory; there is no public way to it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
