@@ -15,7 +15,7 @@ import torch
 from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.packing import deal
 from shardtune.errors import DataError
-from shardtune.parallel.torch_private.operations import is_namedtuple_instance
+from shardtune.parallel.torch_private.operations import named_fields
 
 T = TypeVar("T")
 Samples = list[object] | tuple[object, ...] | np.ndarray | torch.Tensor
@@ -383,7 +383,7 @@ def _fields(data: object) -> Mapping[str, object] | None:
     """What a dict or a named tuple holds, each with a value for each sample; None: the data are samples themselves."""
     if isinstance(data, Mapping):
         return data
-    return cast(Any, data)._asdict() if is_namedtuple_instance(data) else None
+    return named_fields(data)
 
 
 def _samples(data: object) -> Samples:
@@ -416,7 +416,7 @@ def _map(data: object, take: Callable[[Samples], object]) -> object:
     taken = {key: _map(value, take) for key, value in fields.items()}
     if isinstance(data, UserDict):  # batches of transformers: batch.to(device)
         return type(data)(taken)
-    return taken if isinstance(data, Mapping) else cast(Any, data)._replace(**taken)
+    return taken if isinstance(data, Mapping) else cast(Any, type(data))(**taken)
 
 
 def _take(samples: Samples, part: slice) -> Samples:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload as OpOverload
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import is_namedtuple_instance as is_namedtuple_instance
+from torch.utils._pytree import is_namedtuple_instance
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -30,6 +31,11 @@ CALLED_THROUGH = frozenset(
 """Modules of torch through which functions written in Python, and registered operations, come to a function mode."""
 grouped_product = torch._grouped_mm
 """Products of groups of rows, as the experts of transformers call it; the public one is `F.grouped_mm`."""
+
+
+def named_fields(value: object) -> dict[str, object] | None:
+    """The fields of a named tuple, whose own method for them begins with an underscore; None: it is none."""
+    return cast(Any, value)._asdict() if is_namedtuple_instance(value) else None
 
 
 def is_compiled_too_often(error: Exception) -> bool:
