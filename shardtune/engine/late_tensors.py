@@ -138,8 +138,10 @@ def refusing_copies() -> Iterator[None]:
 
 
 def _is_copy(made: torch.nn.Parameter, own: Collection[torch.nn.Parameter]) -> bool:
-    """Whether a parameter has the numbers of this rank's part of another."""
-    return made.ndim == 1 and bool(made.any()) and any(torch.equal(made, p) for p in own if p.shape == made.shape)
+    """Whether a parameter has the numbers of this rank's part of another; ones and zeros are no copy of others."""
+    if made.ndim != 1 or bool((made == made[:1]).all()):
+        return False
+    return any(torch.equal(made, p) for p in own if p.shape == made.shape)
 
 
 def _copied() -> ModelError:

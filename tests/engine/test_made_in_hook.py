@@ -231,6 +231,26 @@ def test_a_copy_of_sharded_weights_is_refused(two_ranks: TrainEngine, executor: 
         assert engine.difference(torch.ones(2, 4)) == [0.0, 0.0]
 
 
+class Gained(nn.Fsdp2TrainModule):
+    """Has a weight of ones and makes another, which is no copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(4)
+
+    def on_weights_materialized(self) -> None:
+        self.gain, self.two_gains = (torch.nn.Parameter(torch.ones(n)) for n in (4, 8))
+
+    def sums(self, rows: torch.Tensor) -> float:
+        return (self.norm(rows) * self.gain).sum().item() + self.two_gains.sum().item()
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
+def test_a_parameter_of_ones_is_no_copy_of_another(two_ranks: TrainEngine, executor: Any):
+    with TrainEngine(Gained(), executor).build(colocate_with=two_ranks, take_turns=False) as engine:
+        assert engine.sums(torch.ones(2, 4)) == [8.0, 8.0]
+
+
 class Replacing(Critic):
     def on_weights_materialized(self) -> None:
         self.lm_head = torch.nn.Linear(32, 64, bias=False).double()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.fsdp._flat_param import FlatParameter
@@ -126,8 +127,8 @@ def in_transform() -> bool:
 
 def in_differentiation() -> bool:
     """Whether a transform of `torch.func` that differentiates runs (`grad`, `jvp`), as `vmap` alone does not."""
-    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-    return in_transform() and any(each.key() in kinds for each in torch._C._functorch.get_interpreter_stack() or ())
+    kinds = (TransformType.Grad, TransformType.Jvp)
+    return in_transform() and any(each.key() in kinds for each in get_interpreter_stack() or ())
 
 
 def outside_transforms() -> AbstractContextManager[object]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -70,6 +71,6 @@ def quieten_redistribution() -> None:
 
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that transforms of `torch.func` wrap, which alone has memory; there is no public way to it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor
