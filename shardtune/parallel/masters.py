@@ -3,8 +3,8 @@ and of what a rank holds whole."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -66,6 +66,18 @@ class Masters:
             computed.data = master.data
         for parameter in self._narrowed:
             parameter.data = parameter.data.to(dtype)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model's parameters have the masters' values, for what reads modules; nothing is copied."""
+        halves = {name: computed.data for name, (computed, _) in self.pairs.items()}
+        try:
+            for computed, master in self.pairs.values():
+                computed.data = master.data
+            yield
+        finally:
+            for name, half in halves.items():
+                self.pairs[name][0].data = half
 
     def note(self) -> None:
         """Note how often each parameter that computes has been changed in place, for `written`."""

@@ -333,6 +333,10 @@ class Weights:
         """Inside, the model's parameters have their whole shapes, and `tensors` gives them; all ranks enter it."""
         return nullcontext()
 
+    def in_full(self) -> AbstractContextManager[None]:
+        """Inside, the model's own parameters are in full precision, as `tensors` gives them."""
+        return self._masters.in_place()
+
     def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
         """Whether every rank holds all of a parameter."""
         return not isinstance(parameter, DTensor)

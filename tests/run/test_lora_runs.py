@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import shardtune
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.run.run import Run
+from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.chosen import slow_except
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, rows, tensors, train_on_ranks
 
@@ -153,6 +155,21 @@ def test_merged_it_computes_the_same(tiny: Tiny, run: Run, tmp_path: Path) -> No
     assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() == (
         load_file(run.dir / "final" / "adapter_model.safetensors").keys()
     )
+
+
+def test_a_worker_merges_what_it_holds_in_full_precision(tiny: Tiny, tmp_path: Path) -> None:
+    worker = SFTWorker(tiny.recipe("half", **LORA, actor__model__precision="bf16"))
+    worker.setup()
+    worker.run_training()
+    worker.export(tmp_path / "adapter", "fp64")
+    worker.export(tmp_path / "merged", "fp64", merge=True)
+    base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model", dtype=torch.float64)
+    wanted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-7)
+    assert worker.weights.unlike_masters() == []
+    assert math.isfinite(worker.run_training()["train/loss"])
+    worker.release()
 
 
 def test_another_run_starts_from_it(tiny: Tiny, run: Run) -> None:

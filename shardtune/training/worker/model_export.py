@@ -89,7 +89,7 @@ class ModelExport:
             self._finite.check_written(directory, disk_dtype(self._model, DTYPES.get(dtype)), self._weights.trainable())
         else:
             self._finite.check_written(directory, self._on_disk(dtype))
-        with self._weights.in_rows():
+        with self._weights.in_rows(), self._weights.in_full():
             if only_adapter:
                 self._export_adapter(directory, dtype)
             else:
