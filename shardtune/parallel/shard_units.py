@@ -113,12 +113,23 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """The blocks of the outermost lists and sequences, of the class with the most parameters in each of them."""
     repeated = _repeated(module) if isinstance(module, nn.ModuleList | nn.Sequential) else set()
     for name, child in module.named_children():
-        if CHOSEN_BETWEEN.search(name) or isinstance(child, nn.ModuleDict):
+        if CHOSEN_BETWEEN.search(name):
+            continue
+        if isinstance(child, nn.ModuleDict):
+            yield from _blocks_by_name(child)
             continue
         if child in repeated:
             yield child
         if child not in repeated or _size(child) > LARGE:
             yield from _repeated_blocks(child)
+
+
+def _blocks_by_name(parts: nn.ModuleDict) -> Iterator[nn.Module]:
+    """The blocks in the one list among a model's named parts (nanoGPT: embeddings, blocks, norm); modules under names
+    are otherwise taken for alternatives, of which a forward calls some."""
+    lists = [(name, part) for name, part in parts.items() if isinstance(part, nn.ModuleList)]
+    if len(lists) == 1 and len(parts) > 1 and not CHOSEN_BETWEEN.search(lists[0][0]):
+        yield from _repeated_blocks(lists[0][1])
 
 
 def _repeated(blocks: nn.Module) -> set[nn.Module]:

@@ -95,6 +95,18 @@ def test_what_a_forward_may_leave_out_stays_with_the_rest() -> None:
     assert names_of(model, choose_units(model)[0]) == ["trunk.1", "trunk.3"]
 
 
+def test_one_list_among_named_parts_has_the_blocks() -> None:
+    """As in nanoGPT; of two lists under names a forward may call one."""
+    blocks = nn.ModuleList([Block(), Block()])
+    parts: dict[str, nn.Module] = {"wte": nn.Embedding(5, 6), "h": blocks}
+    model = nn.Sequential(nn.ModuleDict({**parts, "ln_f": nn.LayerNorm(6)}))
+    assert names_of(model, choose_units(model)[0]) == ["0.h.0", "0.h.1"]
+    towers = nn.ModuleDict({"image": nn.ModuleList([Block(), Block()]), "text": nn.ModuleList([Block(), Block()])})
+    assert choose_units(nn.Sequential(nn.ModuleDict(parts), towers))[0] == [*blocks]
+    experts = nn.ModuleDict({"gate": nn.Linear(6, 2), "experts": nn.ModuleList([Block(), Block()])})
+    assert choose_units(nn.Sequential(experts))[0] == []
+
+
 def test_containers_are_looked_into_and_large_blocks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stages()
     inside = ["pairs.0.0", "pairs.0.1"]
