@@ -14,6 +14,7 @@ from shardtune.batch import Sample
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError, counted
 from shardtune.models.lora.config import is_frozen
+from shardtune.parallel.token_layers import input_embedding
 
 KEY = "actor.tokenizer.new_tokens"
 _LOOKED_THROUGH = 1000
@@ -68,9 +69,10 @@ def grow_embeddings(model: nn.Module, ids: Sequence[int]) -> list[str]:
     Returns:
         A note for the user; empty for a model that has enough rows, or is none of transformers.
     """
-    if not ids or not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
+    table = input_embedding(model) if isinstance(model, PreTrainedModel) else None
+    if not ids or not isinstance(model, PreTrainedModel) or table is None:
         return []
-    before, rows = int(model.get_input_embeddings().get_parameter("weight").shape[0]), max(ids) + 1
+    before, rows = int(table.get_parameter("weight").shape[0]), max(ids) + 1
     if rows <= before:
         return []
     model.resize_token_embeddings(rows, mean_resizing=False)
@@ -94,7 +96,7 @@ def check_frozen_rows(model: nn.Module, tokens: Sequence[str], *, predicted: boo
     """
     if not tokens or not isinstance(model, PreTrainedModel):
         return []
-    parts = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    parts = {"embedding": input_embedding(model), "head": model.get_output_embeddings()}
     frozen = [name for name, part in parts.items() if part is not None and is_frozen(part)]
     what = f"actor.model.freeze keeps the rows of {len(tokens)} new token{'s' * (len(tokens) > 1)} from training"
     if len(tokens) > 1 and ("embedding" in frozen or ("head" in frozen and predicted)):
@@ -173,7 +175,7 @@ def check_rows(stored: StoredRows, needed: Mapping[str, Sequence[int]], config: 
 
 
 def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
-    found = (model.get_input_embeddings(), model.get_output_embeddings())
+    found = (input_embedding(model), model.get_output_embeddings())
     return [module for module in found if module is not None]
 
 
@@ -185,7 +187,7 @@ def trained_rows(model: nn.Module, ids: Sequence[int], trained_in_full: set[nn.M
     """
     if not ids:
         return {}
-    if not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
+    if not isinstance(model, PreTrainedModel) or input_embedding(model) is None:
         raise ConfigError(
             f"which embedding of {type(model).__name__} has the new tokens' rows is not known",
             where=f"{KEY}, actor.model.is_lora",

@@ -259,7 +259,7 @@ def _own_logits(
     except Exception as error:  # a model's code is third-party and may raise anything
         if not may_be_the_models(error):
             raise
-        raise _cannot_compute(root, row, _named(error), dtype) from error
+        raise _cannot_compute(root, row, named_cause(error), dtype) from error
 
 
 def _reference(root: LanguageRoot, adapter: Choices, row: Sample, device: torch.device) -> torch.Tensor:
@@ -276,14 +276,28 @@ def _cannot_compute(root: LanguageRoot, row: Sample, reason: str, dtype: torch.d
             remedy=f"set {' and '.join(f'{axis}: 1' for axis in shared)}: what transformers declares for such ranks "
             "does not fit the model's code, if that computes the row on one",
         )
+    if half:
+        return takes_no_half(root.model, row.length, reason)
     return ModelError(
-        f"transformers' own forward of one row of {row.length} tokens fails{' in half precision' if half else ''}: "
-        f"{reason}",
-        where=f"{type(root.model).__name__}" + ("; actor.model.precision" if half else ""),
+        f"transformers' own forward of one row of {row.length} tokens fails: {reason}",
+        where=type(root.model).__name__,
+        remedy="the same call fails without shardtune: use a version of transformers, or packages, with which it works",
+    )
+
+
+def takes_no_half(model: nn.Module, tokens: int, reason: str) -> ModelError:
+    """The error for a model of transformers whose code fails in half precision.
+
+    Args:
+        model: fails.
+        tokens: of the row that it fails for.
+        reason: what it raises.
+    """
+    return ModelError(
+        f"transformers' own forward of one row of {tokens} tokens fails in half precision: {reason}",
+        where=f"{type(model).__name__}; actor.model.precision",
         remedy="train it with actor.model.precision: fp32. Weights and buffers have the dtypes that from_pretrained "
-        "gives them, so the same call fails without shardtune: the model's code takes no half precision"
-        if half
-        else "the same call fails without shardtune: use a version of transformers, or packages, with which it works",
+        "gives them, so the same call fails without shardtune: the model's code takes no half precision",
     )
 
 
@@ -300,10 +314,11 @@ def _obstacle(is_exact: Callable[[], bool], difference: str) -> str:
     except Exception as error:  # a model's code is third-party and may raise anything
         if not may_be_the_models(error):
             raise
-        return _named(error)
+        return named_cause(error)
 
 
-def _named(error: Exception) -> str:
+def named_cause(error: Exception) -> str:
+    """The type of an exception and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])  # as torch.compile's, with its cause behind
     return f"{type(error).__name__}: {first[:LONGEST_REASON].rstrip('.')}".rstrip(": ")

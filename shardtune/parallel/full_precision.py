@@ -11,6 +11,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from shardtune.parallel.adapted_names import without_adapter
 from shardtune.parallel.buffers import statistical_norms
+from shardtune.parallel.token_layers import input_embedding
 
 
 def full_precision_parameters(root: nn.Module, compute: torch.dtype) -> set[nn.Parameter]:
@@ -56,10 +57,7 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
 
 def _kept(model: PreTrainedModel, compute: torch.dtype) -> set[nn.Parameter]:
     is_kept = kept_in_fp32(model, compute)
-    try:
-        outer = (model.get_input_embeddings(), model.get_output_embeddings())
-    except RuntimeError:  # of a class that does not say which of its modules these are
-        outer = ()
+    outer = (input_embedding(model), model.get_output_embeddings())
     apart = {parameter for module in outer if module is not None for parameter in module.parameters()}
     named = model.named_parameters()
     return {parameter for name, parameter in named if is_kept(name) and parameter.is_floating_point()} - apart

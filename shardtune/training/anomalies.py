@@ -21,6 +21,13 @@ LEAST_SPREAD = 0.01
 """Of the median; otherwise the smallest change of values that have hardly differed would be a spike."""
 
 
+def beyond_fp16(precision: str) -> str:
+    """A further remedy for steps that are not finite in fp16, which masks of some models (LongT5) exceed."""
+    if precision != "fp16":
+        return ""
+    return "; or set actor.model.precision: bf16 or fp32, as fp16 ends at 65,504, which a model's code may exceed"
+
+
 @final
 class Spikes:
     """Compares loss and gradient norm of a step with those of the last steps that changed weights.

@@ -22,7 +22,7 @@ from shardtune.launch.outcome import recorded_end
 from shardtune.launch.progress import CALLBACK, EVALUATION, FIRST_STEP, LOADING, PROGRESS, START, STEP
 from shardtune.launch.signals import AFTER_LAST_STEP, BEFORE_FIRST_STEP, StopSignal
 from shardtune.parallel.gradient_hooks import refuse_gradient_hooks
-from shardtune.training.anomalies import Anomaly
+from shardtune.training.anomalies import Anomaly, beyond_fp16
 from shardtune.training.callbacks import (
     NOTHING,
     Ask,
@@ -296,7 +296,8 @@ class SFTRunner:
                 f"nothing was trained: all {position.skipped_steps} steps were passed over, "
                 f"the last as {position.problem}",
                 where=f"the rows {position.passed_over}",
-                remedy="look at what the loss of these rows is, and whether they have targets and finite values",
+                remedy="look at what the loss of these rows is, and whether they have targets and finite values"
+                + beyond_fp16(self._recipe.actor.model.precision),
             )
         if position.none_finite:
             raise ModelError(

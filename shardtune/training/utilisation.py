@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.parallel.cost.experts import Experts
+from shardtune.parallel.token_layers import input_embedding
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12}
 """Dense bf16 operations per second by the name of the device, from the vendors' data sheets."""
@@ -89,7 +90,8 @@ class Utilisation:
             peak: operations per second of all devices together.
             sizes: as for `known`.
         """
-        if not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
+        table = input_embedding(model) if isinstance(model, PreTrainedModel) else None
+        if not isinstance(model, PreTrainedModel) or table is None:
             return None
         text = model.config.get_text_config()
         facts = text.to_dict()
@@ -100,7 +102,7 @@ class Utilisation:
         if experts is None and any(_STACKED in name for name, _ in model.named_parameters()):
             return None
         tied = bool(facts.get("tie_word_embeddings"))
-        embedding = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+        embedding = {id(parameter) for parameter in table.parameters()}
         parameters = sum(
             sizes.get(parameter, parameter.numel())
             * _share(name, parameter, experts)

@@ -22,12 +22,15 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
 from shardtune.models.adapter import Evaluation as Evaluated
 from shardtune.models.mixed_precision import compute_in
+from shardtune.models.packing_probe import named_cause, takes_no_half
 from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config
 from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, parts_of, require_tokens
 from shardtune.models.tasks.metrics import installed
 from shardtune.models.tasks.padding_probe import padding_changes
 from shardtune.models.user_metrics import Measure, checked
-from shardtune.parallel.fp32_compute import may_be_the_models
+from shardtune.parallel.fp32_compute import computing_in_fp32, may_be_the_models
+from shardtune.parallel.half_products import HALF
+from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
 
 TASK_FILE = "task.json"
@@ -159,10 +162,15 @@ class TextTask(Adapter):
         return True
 
     def new_weights(self, model: nn.Module, missing: Sequence[str]) -> Collection[str]:
-        """What the task puts on a base model: its head, and a pooling layer that not every checkpoint has."""
+        """What the task puts on a base model: its head, and a pooling layer that not every checkpoint has.
+
+        A class may hand its head to the base model (Perceiver's decoder), which has none by itself.
+        """
         assert isinstance(model, PreTrainedModel)
         inside = f"{model.base_model_prefix}."
-        return [name for name in missing if not name.startswith(inside) or ".pooler." in name]
+        new = [name for name in missing if not name.startswith(inside) or ".pooler." in name]
+        left = set(missing) - set(new)
+        return [*new, *(left - _names_of_base(model, inside) if left else ())]
 
     def root(self, model: nn.Module) -> TaskRoot:
         compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
@@ -188,8 +196,18 @@ class TextTask(Adapter):
         notes = super().probe_assumptions(root, samples, device, dtype)
         if self._padding_changes is not None:
             return notes
+        assert isinstance(root, TaskRoot)
+        with _evaluating(root):
+            return [*notes, *self._compare_padded(root, samples, device, dtype)]
+
+    def _compare_padded(
+        self, root: TaskRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
+    ) -> list[str]:
+        batch, notes = self.collate(samples[:1], [0], {}).to(device), list[str]()
+        if dtype in HALF:
+            _check_half(root, batch, samples[0].size)
         try:
-            self._padding_changes = self._differs_padded(root, samples[0], device, dtype)
+            self._padding_changes = self._differs_padded(root, batch, dtype)
         except Exception as error:  # a model's code is third-party and may raise anything
             if not may_be_the_models(error):
                 raise
@@ -200,17 +218,10 @@ class TextTask(Adapter):
             notes.append(ONE_LENGTH if self._by_length else PADDED_TEXTS)
         return notes
 
-    def _differs_padded(self, root: AdapterRoot, sample: Sample, device: torch.device, dtype: torch.dtype) -> bool:
-        assert isinstance(root, TaskRoot)
-        batch = self.collate([sample], [0], {}).to(device)
+    def _differs_padded(self, root: TaskRoot, batch: Batch, dtype: torch.dtype) -> bool:
         beside = {name for field in self.token_fields for name in (field, *self.beside(field))}
         padding = {name: value for name, value in self.padding.items() if name in beside}
-        was_training = root.training
-        root.eval()
-        try:
-            return padding_changes(root.probed_outputs, batch, padding, most=self.max_positions, dtype=dtype)
-        finally:
-            root.train(was_training)
+        return padding_changes(root.probed_outputs, batch, padding, most=self.max_positions, dtype=dtype)
 
     def _is_one_text(self, sample: Sample) -> bool:
         """Whether nothing in a row is padded to the length of another text of it."""
@@ -448,6 +459,61 @@ class TaskRoot(AdapterRoot):
             yield self.kept
         finally:
             self.kept = None
+
+
+def _names_of_base(model: PreTrainedModel, inside: str) -> set[str]:
+    """The names of what the class of a model's base makes from the config alone; of another class all of the base."""
+    base = model.base_model
+    try:
+        with init_empty_weights():
+            alone = type(base)(deepcopy(base.config))
+    except Exception as error:  # the class may take other arguments, and raise anything
+        if not may_be_the_models(error):
+            raise
+        alone = base
+    return {f"{inside}{name}" for name in alone.state_dict()}
+
+
+@contextmanager
+def _evaluating(root: TaskRoot) -> Iterator[None]:
+    was_training = root.training
+    root.eval()
+    try:
+        yield
+    finally:
+        root.train(was_training)
+
+
+@torch.no_grad()
+def _check_half(root: TaskRoot, batch: Batch, size: int) -> None:
+    """Refuse half precision for a model that fails for a row in it, and computes the row in fp32.
+
+    Args:
+        root: of the model, in half precision.
+        batch: the row.
+        size: its tokens.
+
+    Raises:
+        ModelError: the model's code takes no half precision.
+    """
+    try:
+        root.probed_outputs(batch)
+    except Exception as error:  # a model's code is third-party and may raise anything
+        if not may_be_the_models(error):
+            raise
+        if _computes_in_fp32(root, batch):
+            raise takes_no_half(root.model, size, named_cause(error)) from error
+
+
+def _computes_in_fp32(root: TaskRoot, batch: Batch) -> bool:
+    try:
+        with computing_in_fp32():
+            root.probed_outputs(batch)
+    except Exception as error:  # as above
+        if not may_be_the_models(error):
+            raise
+        return False
+    return True
 
 
 RELATIVE = {"rope_parameters", "rope_theta", "rope_scaling"}

@@ -39,7 +39,7 @@ from shardtune.optim.build import check_optimizer, set_learning_rate, watch_rate
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.ranks import Ranks, join_ranks, leave_ranks, num_ranks
 from shardtune.parallel.weights import Weights
-from shardtune.training.anomalies import Kind
+from shardtune.training.anomalies import Kind, beyond_fp16
 from shardtune.training.bad_rows import BadPart, BadRows
 from shardtune.training.first_gradients import with_report
 from shardtune.training.run_summary import RunSummary
@@ -199,7 +199,8 @@ class FSDPSftWorker(ABC):
             self.loader: Loader[MicroBatch] = loader
         else:
             self.loader = self._cut(loader, info)
-        self.position = DataPosition(self.loader, self.recipe.runner, self.task.name_rows)
+        beyond = beyond_fp16(self.recipe.actor.model.precision)
+        self.position = DataPosition(self.loader, self.recipe.runner, self.task.name_rows, beyond)
         self.position.move_to(self._start)
         self._build_evaluations()
         self.state.weights.copy_masters_to_model()  # an override's own lines see sharded weights, not gathered ones

@@ -31,6 +31,7 @@ class DataPosition:
         loader: yields steps from any position.
         runner: how long training lasts.
         name_rows: maps a step, and its parts that are not finite, to the names of rows, for messages.
+        further: a remedy for steps that are passed over, beside those for any run.
 
     Attributes:
         state: epoch and rows consumed.
@@ -46,10 +47,13 @@ class DataPosition:
         skipped: both, for a message.
     """
 
-    def __init__(self, loader: Loader[MicroBatch], runner: RunnerConfig, name_rows: NameRows) -> None:
+    def __init__(
+        self, loader: Loader[MicroBatch], runner: RunnerConfig, name_rows: NameRows, further: str = ""
+    ) -> None:
         self.loader = loader
         self._runner = runner
         self._name_rows = name_rows
+        self._further = further
         self.state = DataState()
         self._wrap: Wrap = lambda steps: steps
         self.steps: Iterator[Step[MicroBatch]] = loader.steps(self.state)
@@ -158,7 +162,7 @@ class DataPosition:
             raise ModelError(
                 f"{MAX_SKIPPED} steps in a row were passed over, the last as {result.problem}",
                 where=f"after step {done}, the rows {self.passed_over}",
-                remedy="look at these rows, or lower actor.optim.lr",
+                remedy="look at these rows, or lower actor.optim.lr" + self._further,
             )
 
     def move_to(self, state: DataState) -> None:
