@@ -173,6 +173,15 @@ class KeptBuffers:
             contents(module)[1][key] = buffer
 
 
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same; NaN counts as equal to NaN, and a sparse tensor has zeros elsewhere."""
+    return one.shape == other.shape and torch.equal(*(_dense(each).nan_to_num() for each in (one, other)))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
 Form = tuple[torch.Size, torch.dtype]
 """The shape and dtype of a buffer."""
 
@@ -200,5 +209,5 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 def fingerprint_of(tensor: torch.Tensor) -> torch.Tensor:
     """A number that changes, all but surely, with the bits of a tensor."""
-    bits = tensor.contiguous().reshape(-1).view(_SAME_SIZE[tensor.element_size()]).long()
+    bits = _dense(tensor).contiguous().reshape(-1).view(_SAME_SIZE[tensor.element_size()]).long()
     return (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()

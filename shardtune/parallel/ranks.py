@@ -160,6 +160,10 @@ class Ranks:
         """Broadcast rank 0's values into a tensor, in place, bit by bit."""
         if self.mesh is None or not tensor.numel():
             return
+        if tensor.layout != torch.strided:  # a sparse buffer, whose entries may differ in number
+            with torch.no_grad():  # what detach() returns would take the entries alone
+                tensor.copy_(self.broadcast(tensor.detach().cpu()))
+            return
         dense = tensor.detach().contiguous()
         dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
         if dense.data_ptr() != tensor.data_ptr():

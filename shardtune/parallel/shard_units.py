@@ -105,7 +105,9 @@ def _whole_blocks(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Mod
     block_of: dict[nn.Module, nn.Module] = {}
     for blocks in model.modules():  # inner lists come later
         if isinstance(blocks, nn.ModuleList):
-            block_of |= {inner: block for block in blocks for inner in block.modules()}
+            block_of |= {
+                inner: block for block in blocks.children() for inner in block.modules()
+            }  # entries may be None
     return list(dict.fromkeys(block_of.get(module, module) for module in modules))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+import torch
 from safetensors.torch import load_file
 from torch import nn
 
@@ -21,7 +21,7 @@ from shardtune.verify.kit import MOMENTUM, NO_PROCESSES, ONE_ROW, PARITY, TRAINI
 from shardtune.verify.reference import rounding_as_bf16, train_plainly
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.structure import ties
-from shardtune.verify.trial import CLOSE, Trajectory, apart, distance, run
+from shardtune.verify.trial import CLOSE, Trajectory, apart, copies, distance, run
 
 ROUNDED = 1e-4
 """The relative difference allowed between fp32 losses whose sums have another order."""
@@ -100,14 +100,16 @@ SHARDING = Axis(
 def check_parity(kit: Kit) -> str:
     """A few steps give the losses and weights of a plain PyTorch loop, whatever is turned on."""
     trial = kit.deterministic_trial()
-    # The worker of the trial has not been trained; a copy of its model is a plain module with the initial weights.
-    model = copy.deepcopy(trial.worker.inner_model).eval()
+    # The worker of the trial has not been trained; its model is a plain module with the initial weights, and has them
+    # again after each run. A copy would not do: a function that a constructor made may hold the model that it is of.
+    model = trial.worker.inner_model.eval()
+    initial = copies(_tensors(model))
     optim = kit.case.variant(PARITY).actor.optim
     steps = [{int(row): trial.samples[int(row)] for row in rows} for rows in trial.step_rows(STEPS)]
 
-    def train(model: nn.Module) -> Trajectory:
+    def train() -> Trajectory:
         with trial.draws():
-            return train_plainly(
+            found = train_plainly(
                 trial.adapter,
                 model,
                 steps,
@@ -117,9 +119,10 @@ def check_parity(kit: Kit) -> str:
                 momentum=MOMENTUM,
                 decay=optim.weight_decay,
             )
+        _give_back(model, initial)
+        return found
 
-    untrained = copy.deepcopy(model)
-    plain = train(model)
+    plain = train()
     agreeing: list[str] = []
     diverging: list[tuple[Axis, str, str]] = []
     left_out: list[str] = []
@@ -135,7 +138,7 @@ def check_parity(kit: Kit) -> str:
             message = f"it fails: {type(error).__name__}: {str(error).strip().partition(NEW_LINE)[0]}"
             remedy = f"fix what the message names, or else: {axis.remedy}"
         else:
-            close = axis.close if axis is not PRECISION else _half_spread(train, untrained, plain)
+            close = axis.close if axis is not PRECISION else _half_spread(train, model, plain)
             message, remedy = _compare(plain, found, replace(axis, close=close)), axis.remedy
         if message is None:
             agreeing.append(axis.name)
@@ -154,13 +157,25 @@ def check_parity(kit: Kit) -> str:
     return result + (f"; not tried: {', '.join(left_out)}" if left_out else "")
 
 
-def _half_spread(train: Callable[[nn.Module], Trajectory], model: nn.Module, plain: Trajectory) -> float:
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@torch.no_grad()
+def _give_back(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give a model these values again, and no gradients."""
+    model.zero_grad()
+    for name, tensor in _tensors(model).items():
+        if name in values and tensor.shape == values[name].shape:
+            tensor.copy_(values[name])
+
+
+def _half_spread(train: Callable[[], Trajectory], model: nn.Module, plain: Trajectory) -> float:
     """The difference allowed in bf16, from runs in fp64 whose weights and activations have bf16's rounding errors."""
     spread = 0.0
     for seed in range(HALF_RUNS):
-        copied = copy.deepcopy(model)
-        with rounding_as_bf16(copied, seed):
-            rounded = train(copied)
+        with rounding_as_bf16(model, seed):
+            rounded = train()
         spread = max([spread, *(apart(*pair) for pair in zip(plain.losses, rounded.losses, strict=True))])
     return max(HALF_LEAST, HALF_TIMES * spread)
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardtune.config.rank_layout import Layout
 from shardtune.errors import ParallelError
-from shardtune.parallel.ranks import check_launcher
+from shardtune.parallel.ranks import check_launcher, lay_out
 from tests.support.dist.ranks import run_ranks
 
 
@@ -30,6 +31,17 @@ def fails(folder: str) -> None:
 
 def test_results_come_in_rank_order() -> None:
     assert run_ranks(total, 4, 10) == [(rank, 46) for rank in range(4)]
+
+
+def shared_sparse(rows: int) -> tuple[list[list[bool]], str]:
+    dense = torch.eye(rows, dtype=torch.bool)
+    tensor = (dense if dist.get_rank() == 0 else ~dense).to_sparse()
+    lay_out(Layout(shard=2), dist.get_rank(), torch.device("cpu")).share(tensor)
+    return tensor.to_dense().tolist(), str(tensor.layout)
+
+
+def test_sparse_tensors_take_the_values_of_rank_0() -> None:
+    assert run_ranks(shared_sparse, 2, 3) == [(torch.eye(3).bool().tolist(), "torch.sparse_coo")] * 2
 
 
 def process(fresh: bool) -> int:

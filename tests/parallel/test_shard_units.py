@@ -116,6 +116,13 @@ def test_containers_are_looked_into_and_large_blocks_are_split(monkeypatch: pyte
     assert names_of(model, choose_units(model)[0]) == [*inside, *split]
 
 
+def test_a_list_of_modules_may_have_entries_that_are_none() -> None:
+    model = Classifier()
+    model.norms = nn.ModuleList([nn.LayerNorm(6), None])  # pyright: ignore[reportArgumentType]
+    chosen, _ = choose_units(model)
+    assert names_of(model, chosen) == ["encoder.embeddings", "encoder.encoder.layer.0", "encoder.encoder.layer.1"]
+
+
 def test_modules_that_share_parameters_with_others_belong_to_the_root() -> None:
     model = Tied()
     chosen, note = choose_units(model)

@@ -16,6 +16,7 @@ from shardtune.errors import ModelError, counted
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import base_tensors
 from shardtune.models.pretrained import model_directory
+from shardtune.parallel.buffers import same_values
 from shardtune.parallel.meta_init import persistent_buffers
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.build.unwritten import check_written, unwritten_is_nan
@@ -186,7 +187,7 @@ def _unsaved(fresh: nn.Module, model: nn.Module) -> list[str]:
         if name not in saved
         and name in before
         and not before[name].is_meta
-        and not torch.equal(buffer.cpu().nan_to_num(), before[name].cpu().nan_to_num())
+        and not same_values(buffer.cpu(), before[name].cpu())
     ]
 
 

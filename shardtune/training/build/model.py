@@ -23,7 +23,7 @@ from shardtune.config.shown import as_written
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
-from shardtune.parallel.buffers import statistical_norms
+from shardtune.parallel.buffers import same_values, statistical_norms
 from shardtune.parallel.meta_init import init_empty_weights, materialise, persistent_buffers, read_parameters
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private.modules import BatchNormBase, set_parameter
@@ -45,12 +45,13 @@ def build_empty(build: Build, seed: int) -> tuple[nn.Module, list[str]]:
     """A model whose parameters have no memory, and notes on how it was built; the same on every rank.
 
     A constructor that reads the values of its parameters fails on the meta device. Then it runs for real, and the
-    values are discarded.
+    values are discarded. So it does where it makes a buffer on the device of its parameters that no checkpoint has.
 
     Raises:
         ModelError: the model has parameters without a shape.
     """
     notes: list[str] = []
+    reason = ""
     try:
         with seeded(seed), init_empty_weights():
             model = build()
@@ -59,7 +60,13 @@ def build_empty(build: Build, seed: int) -> tuple[nn.Module, list[str]]:
     except Exception as problem:
         with seeded(seed):
             model = build()  # raises the constructor's error, if the meta device is not the cause
-        reason = str(problem).strip().partition("\n")[0]
+        reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
+    else:
+        if isinstance(model, nn.Module) and (lacking := _unfilled(model)) and _same_in_each(build, lacking):
+            with seeded(seed):
+                model = build()
+            reason = f"its buffer {lacking[0]} has no values then, and is not saved"
+    if reason:
         notes = [f"{_kind(model)} cannot be built without memory, so every rank first builds it whole ({reason})"]
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -74,6 +81,22 @@ def build_empty(build: Build, seed: int) -> tuple[nn.Module, list[str]]:
             owner, _, key = name.rpartition(".")
             set_parameter(model.get_submodule(owner), key, empty.setdefault(parameter, _empty(parameter)))
     return model, notes
+
+
+def _unfilled(model: nn.Module) -> list[str]:
+    """The buffers without values that no checkpoint has either."""
+    saved = {id(buffer) for buffer in persistent_buffers(model).values()}
+    return [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in saved]
+
+
+def _same_in_each(build: Build, names: Sequence[str]) -> bool:
+    """Whether buffers have the same values whatever the weights are, so that they are not computed from these."""
+    found = []
+    for seed in (0, 1):
+        with seeded(seed):
+            buffers = dict(build().named_buffers())
+        found.append([buffers[name] for name in names])
+    return all(not one.is_meta and same_values(one, other) for one, other in zip(*found, strict=True))
 
 
 def _empty(parameter: nn.Parameter) -> nn.Parameter:

@@ -73,12 +73,14 @@ def check_written(model: nn.Module, counts: Callable[[str], bool] = lambda name:
         where=f"{owner}._init_weights" if owners else f"{owner}.__init__",
         remedy="initialise them in the class's _init_weights(module), as its constructor does"
         if owners
-        else "initialise them in the constructor",
+        else "initialise them in the constructor, or after it in build; or return their values from initial_weights",
     )
 
 
 def _is_unwritten(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, UninitializedParameter) or tensor.is_meta or not tensor.numel():
+        return False
+    if tensor.layout != torch.strided:  # a sparse one is made of entries
         return False
     if tensor.dtype in FLOATS:
         return bool(tensor.flatten()[0].isnan()) and bool(tensor.isnan().all())

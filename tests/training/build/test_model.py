@@ -516,6 +516,27 @@ class Computed(nn.Module):
         self.register_buffer("norm", self.inner.weight.detach().norm(), persistent=False)
 
 
+class Masked(nn.Module):
+    """A buffer that is made where the weights are, of numbers of its own, and not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("mask", torch.arange(3.0, device=self.inner.weight.device), persistent=False)
+
+
+def test_a_buffer_that_is_made_on_the_device_of_the_weights_has_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, notes = build_empty(Masked, SEED)
+    assert model.get_buffer("mask").tolist() == [0, 1, 2]
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert notes == [
+        "Masked cannot be built without memory, so every rank first builds it whole (its buffer mask has no values "
+        "then, and is not saved)"
+    ]
+    monkeypatch.setitem(KINDS, "masked", Masked)
+    load(None, "masked")
+
+
 def test_buffers_that_no_checkpoint_restores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "drawn", Drawn)
     monkeypatch.setitem(KINDS, "computed", Computed)
