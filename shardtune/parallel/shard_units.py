@@ -14,6 +14,8 @@ from shardtune.errors import ModelError
 WRAP = "actor.fsdp_config.wrap"
 LARGE = 2**28
 """Parameters above which a block is searched for smaller blocks, which are then gathered separately."""
+SMALL = 1 / 8
+"""Share of parameters below which repeated modules of a class are left to the rest of the model: norms."""
 REVERSIBLE = ("ReformerEncoder",)
 """Classes of transformers that compute their layers again while gradients are computed, and call the layers' parts."""
 CHOSEN_BETWEEN = re.compile("expert|head|branch|adapter|task", re.IGNORECASE)
@@ -113,6 +115,12 @@ def _whole_blocks(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Mod
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """The blocks of the outermost lists and sequences, of the class with the most parameters in each of them."""
+    if isinstance(module, nn.ModuleList) and (parts := _parts_of_layers(module)):
+        for part in parts:
+            yield part
+            if _size(part) > LARGE:
+                yield from _repeated_blocks(part)
+        return
     repeated = _repeated(module) if isinstance(module, nn.ModuleList | nn.Sequential) else set()
     for name, child in module.named_children():
         if CHOSEN_BETWEEN.search(name):
@@ -134,14 +142,29 @@ def _blocks_by_name(parts: nn.ModuleDict) -> Iterator[nn.Module]:
         yield from _repeated_blocks(lists[0][1])
 
 
+def _parts_of_layers(layers: nn.ModuleList) -> list[nn.Module]:
+    """The repeated parts of layers that are lists themselves, as `ModuleList([attention, feed_forward])` is."""
+    inner = list(layers.children())
+    if not all(isinstance(layer, nn.ModuleList) for layer in inner):
+        return []
+    parts = [part for layer in inner for part in layer.children() if _has_forward(part) and _size(part)]
+    number = Counter(map(type, parts))
+    sizes: Counter[type] = Counter()
+    for part in parts:
+        sizes[type(part)] += _size(part) if number[type(part)] > 1 else 0
+    least = SMALL * max(sizes.values(), default=0)
+    return [part for part in parts if number[type(part)] > 1 and sizes[type(part)] >= least]
+
+
 def _repeated(blocks: nn.Module) -> set[nn.Module]:
-    """The elements of the largest class of which there are several."""
+    """The elements of the largest class of which there are several, unless they are a small part (norms)."""
     by_class: dict[type, list[nn.Module]] = {}
     for block in blocks.children():
         if _has_forward(block) and _size(block):
             by_class.setdefault(type(block), []).append(block)
     several = [members for members in by_class.values() if len(members) > 1]
-    return set(max(several, key=lambda members: sum(map(_size, members)))) if several else set()
+    largest = max(several, key=lambda members: sum(map(_size, members)), default=[])
+    return set(largest) if sum(map(_size, largest)) >= SMALL * _size(blocks) else set()
 
 
 def _unshared(model: nn.Module, units: list[nn.Module]) -> tuple[list[nn.Module], str]:

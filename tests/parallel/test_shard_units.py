@@ -95,6 +95,25 @@ def test_what_a_forward_may_leave_out_stays_with_the_rest() -> None:
     assert names_of(model, choose_units(model)[0]) == ["trunk.1", "trunk.3"]
 
 
+def test_layers_that_are_lists_of_their_parts_have_these_as_units() -> None:
+    """Not their norms, of which there are as many."""
+    mixer = [nn.Sequential(nn.Linear(6, 6)) for _ in range(2)]
+    norms: list[nn.Module] = [nn.ModuleList([nn.LayerNorm(6), nn.LayerNorm(6)]) for _ in range(4)]
+    layers = nn.ModuleList(
+        nn.ModuleList([norm, nn.LayerNorm(2), part])
+        for norm, part in zip(norms, [Block(), mixer[0], Block(), mixer[1]], strict=True)
+    )
+    model = nn.ModuleDict({"first": nn.Linear(6, 6), "layers": layers})
+    assert names_of(model, choose_units(model)[0]) == [f"layers.{number}.2" for number in range(4)]
+
+
+def test_repeated_norms_between_layers_are_no_units() -> None:
+    """As in the patch embedding of many vision transformers."""
+    patches = nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 32), nn.LayerNorm(32))
+    assert names_of(nn.Sequential(patches), choose_units(nn.Sequential(patches))[0]) == []
+    assert choose_units(nn.Sequential(patches, nn.Sequential(Block(), Block())))[0] != []
+
+
 def test_one_list_among_named_parts_has_the_blocks() -> None:
     """As in nanoGPT; of two lists under names a forward may call one."""
     blocks = nn.ModuleList([Block(), Block()])
@@ -109,7 +128,7 @@ def test_one_list_among_named_parts_has_the_blocks() -> None:
 
 def test_containers_are_looked_into_and_large_blocks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stages()
-    inside = ["pairs.0.0", "pairs.0.1"]
+    inside = ["pairs.0.0", "pairs.0.1", "pairs.1.0"]
     assert names_of(model, choose_units(model)[0]) == [*inside, "stages.0", "stages.1"]
     monkeypatch.setattr(shard_units, "LARGE", sum(parameter.numel() for parameter in Block().parameters()))
     split = ["stages.0", "stages.0.0", "stages.0.1", "stages.1", "stages.1.0", "stages.1.1"]
