@@ -82,6 +82,8 @@ class GymnasiumEnvironment(Environment):
         observation, reward, terminated, truncated, info = given
         self._steps += 1
         ended = bool(np.all(terminated)) or bool(np.all(truncated))
+        if ended and self._vector:
+            observation, info = _last_of_episode(observation, info)
         last = ended or self._steps >= self.max_steps
         success = self._success(float(np.ravel(reward)[0]), info, last=last)
         return Outcome(self._observation(observation, info), success, ended)
@@ -148,6 +150,21 @@ class GymnasiumEnvironment(Environment):
                 f"set {OPTIONS}.success_reward: the reward from which on an action is a success",
             )
         return False
+
+
+def _last_of_episode(observation: Any, info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """What an ended episode shows last: a vector environment that begins the next one in the same step
+    (`AutoresetMode.SAME_STEP`) has it in `info`, beside the next one's observation and info."""
+    if "final_obs" not in info:
+        return observation, info
+    return _batched(info["final_obs"][0]), info["final_info"]
+
+
+def _batched(value: Any) -> Any:
+    """The observation of one environment in the form of a vector environment's."""
+    if isinstance(value, Mapping):
+        return {name: _batched(inner) for name, inner in value.items()}
+    return [value]
 
 
 def is_gymnasium(kind: object) -> bool:

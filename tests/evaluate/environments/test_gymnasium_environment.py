@@ -60,6 +60,21 @@ class Rails(gymnasium.vector.SyncVectorEnv):
         super().__init__([Rail] * num_envs)
 
 
+class Restarting(gymnasium.vector.SyncVectorEnv):
+    """A vector environment that begins the next episode in the step that ends one, as LeRobot makes them."""
+
+    def __init__(self) -> None:
+        super().__init__([Told], autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
+
+
+class Told(Rail):
+    """Its `info` says of a new episode, too, that it is no success yet."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        seen, info = super().reset(seed=seed, options=options)
+        return seen, {**info, "is_success": False}
+
+
 def back(observations: Any) -> np.ndarray:
     """A step towards the mark."""
     return np.stack([-np.clip(seen["state"], -1, 1)[None] for seen in observations])
@@ -79,9 +94,20 @@ def test_the_same_episodes_in_every_form() -> None:
     assert {task for *_, task in found} == {"go to the mark"}
     assert played(f"{HERE}:Rail", told=False, success_reward=1.0) == found
     assert played(f"{HERE}:Rails", num_envs=1, instruction="go to the mark") == found
+    assert played(f"{HERE}:Restarting", instruction="go to the mark") == found
     gymnasium.register("Rail-v0", f"{HERE}:Rail", max_episode_steps=2)
     short = played("gymnasium:Rail-v0", instruction="go", speed=0.1)
     assert [(success, steps) for _, success, steps, _ in short] == [(False, 2)] * 4
+
+
+def test_the_last_observation_of_an_episode_is_its_own() -> None:
+    made = EnvironmentSource(f"{HERE}:Restarting", {"instruction": "go"}).make()
+    near = made.reset(0)["state"]
+    while not (outcome := made.step(np.full(1, -0.5, np.float32))).done:
+        pass
+    assert outcome.success
+    assert abs(float(outcome.observation["state"][0])) < 0.6 < float(near[0])
+    assert outcome.observation["images"]["top"].shape == (4, 6, 3)
 
 
 def test_the_values_of_an_observation() -> None:
