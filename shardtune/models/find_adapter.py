@@ -28,7 +28,7 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.openvla import OpenVLAConfig
 from shardtune.models.action.openvla_processor import load_openvla_processor, openvla_images
 from shardtune.models.action.policy import ActionPolicy
-from shardtune.models.action.settings import acts_on, kept_statistics, settings_for
+from shardtune.models.action.settings import acts_on, kept_statistics, settings_for, used_by_rows
 from shardtune.models.action.vision_language_action import VisionLanguageAction
 from shardtune.models.adapter import Adapter
 from shardtune.models.adapter_contract import check_adapter_class, check_keys_of_actions, check_made
@@ -196,8 +196,9 @@ def _registered_adapter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | Non
         add_new_tokens(acting, recipe.actor.added_tokens)
         actions = settings_for(recipe, loaded, acting)
         form = FrameOptions.of(config, actions.action_chunks_len).representation
+        used = partial(used_by_rows, recipe, actions)
         adapter = VisionLanguageAction(
-            loaded, processor, actions, representation=form, values=_values(config), **settings, make=make
+            loaded, processor, actions, used=used, representation=form, values=_values(config), **settings, make=make
         )
         _check_of_frames(recipe, adapter)
     else:
@@ -276,8 +277,10 @@ def vision_language_action(
     form = FrameOptions.of(config, settings.action_chunks_len).representation
     others = _settings(config, wrap, model, data)
     values = _values(config)
-    kept = partial(kept_statistics, recipe, settings)
-    return VisionLanguageAction(loaded, processor, settings, representation=form, values=values, kept=kept, **others)
+    used, kept = partial(used_by_rows, recipe, settings), partial(kept_statistics, recipe, settings)
+    return VisionLanguageAction(
+        loaded, processor, settings, used=used, representation=form, values=values, kept=kept, **others
+    )
 
 
 def _values(config: ModelConfig) -> ValueHeadConfig | None:

@@ -175,6 +175,19 @@ def _trained(known: Mapping[str, DatasetStatistics], stored: ActionSettings) -> 
     return [key for key in able if action_statistics(known, key).dimensions == stored.action_token_len] or list(known)
 
 
+def used_by_rows(recipe: Recipe, settings: ActionSettings) -> list[str]:
+    """The data sets whose statistics the rows use, of all that the model has: the chosen one, or those of the training
+    rows; where there are none to read, all that the model may be trained on."""
+    if settings.unnorm_key is not None:
+        return [settings.unnorm_key]
+    spec, known = recipe.data.train_data_paths, settings.norm_stats
+    try:
+        sources = [] if spec is None else _sources(recipe, spec)
+    except DataError:
+        sources = []
+    return [source.name for source in sources if source.name in known] or _trained(known, settings)
+
+
 def kept_statistics(recipe: Recipe, settings: ActionSettings) -> list[str]:
     """The data sets whose statistics are those saved with the model, while those of their training rows differ; none
     where the recipe chooses statistics."""

@@ -52,6 +52,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         config: the model's config, into which the settings are written, so that they are saved with it.
         processor: the model's.
         settings: of actions.
+        used: the data sets whose statistics rows use.
         representation: of the actions in rows; None: they are absolute.
         values: the recipe's value head, if one is trained.
         kept: the data sets whose statistics are the model's own although their rows have others.
@@ -66,13 +67,14 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         processor: ProcessorMixin,
         settings: ActionSettings,
         *,
+        used: Callable[[], Sequence[str]],
         representation: Representation | None = None,
         values: ValueHeadConfig | None = None,
         kept: Callable[[], Sequence[str]] = tuple,
         **others: Any,
     ) -> None:
         super().__init__(config, processor, **others)
-        self._kept = kept
+        self._used, self._kept = used, kept
         self.settings = settings
         self._representation = representation
         self._values = values
@@ -228,7 +230,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
 
     def notes(self) -> Sequence[str]:
         settings, groups = self.settings, dict[str, list[str]]()
-        for name in [settings.unnorm_key] if settings.unnorm_key is not None else settings.norm_stats:
+        for name in self._used():
             kept = left_as_is(settings.norm_stats[name]["action"], settings.statistics(name).mask.tolist())
             groups.setdefault(kept and f"; dimensions left as they are: {kept}", []).append(name)
         listed = {
@@ -246,8 +248,8 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         return [*found, *([] if self._representation is None else [self._represented()])]
 
     def _represented(self) -> str:
-        """How actions are represented, by the statistics of the first data set."""
-        key = self.settings.unnorm_key or next(iter(self.settings.norm_stats))
+        """How actions are represented, by the statistics of the first data set that rows use."""
+        key = self._used()[0]
         form = Representation.from_json(self.settings.norm_stats[key].get(REPRESENTATION))
         return described(form, self.settings.action_token_len)
 

@@ -326,7 +326,10 @@ def test_data_sets_that_the_base_alone_knows_may_have_actions_of_other_sizes(
 ) -> None:
     """OpenVLA has the statistics of its own data sets; those of rows are used, also of a model without its rows."""
     both = [str(folder / "light"), str(folder / "other")]
-    found = adapter_of(folder, "openvla", data__train_data_paths=both).settings
+    adapter = adapter_of(folder, "openvla", data__train_data_paths=both)
+    kept = "dimensions left as they are: 2 (gripper)"
+    assert adapter.notes() == [f"the actions of light, other are normalised by their quantiles; {kept}"]
+    found = adapter.settings
     assert found.action_token_len == DIMENSIONS != len(found.norm_stats["bridge_orig"]["action"]["q01"])  # type: ignore
     assert found.unnorm_key is None
     monkeypatch.setattr(settings, "_computed", lambda *_: None)
