@@ -46,6 +46,10 @@ def act(
     image: Images = None,
     state: State = None,
     instruction: Annotated[str | None, typer.Option(help="The task in words.")] = None,
+    unnorm_key: Annotated[
+        str | None,
+        typer.Option(metavar="DATASET", help="Of a model with the statistics of several data sets: whose it acts by."),
+    ] = None,
     checkpoint: Checkpoint = "final",
     as_json: Annotated[
         bool, typer.Option("--json", help='Print {"actions": [[…], …]}, and "value" of a model that has values.')
@@ -68,7 +72,8 @@ def act(
     numbers = None if state is None else _numbers(state)
     from shardtune.run.policy import load_policy
 
-    policy = load_policy(run, checkpoint=checkpoint, trust=trust or ())
+    with _options_in_errors():
+        policy = load_policy(run, checkpoint=checkpoint, unnorm_key=unnorm_key, trust=trust or ())
     images = _images(image or [], policy.cameras, policy.spare_cameras)
     _refuse_unread({"state": state, "instruction": instruction}, policy.unread)
     observation = {"images": images, "instruction": instruction or "", "state": numbers}
@@ -86,13 +91,16 @@ def act(
 
 @contextmanager
 def _options_in_errors() -> Iterator[None]:
-    """Errors on a part of the observation name the option that gives it."""
+    """Errors on a part of the observation, or on its data set, name the option that gives it."""
     try:
         yield
     except ShardtuneError as error:
+        from shardtune.models.action.tokens import UNNORM_KEY
         from shardtune.run.trained_policy import FORM
 
         place = error.where or ""
+        if place == UNNORM_KEY:
+            raise type(error)(error.what, where="--unnorm-key", remedy="choose one of them") from error
         if not place.startswith("observation"):
             raise
         option = OPTIONS.get(place, ", ".join(OPTIONS.values()))

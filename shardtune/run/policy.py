@@ -21,6 +21,7 @@ from shardtune.models.action.policy import SETTINGS
 from shardtune.run.caller_settings import recipe_settings
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.identity import FINAL, holds_run
+from shardtune.run.overridden import overridden
 from shardtune.run.run import Run, load_run
 from shardtune.run.trained_policy import TrainedPolicy
 from shardtune.training.worker.base import FSDPSftWorker
@@ -36,6 +37,7 @@ def load_policy(
     checkpoint: str = "final",
     action_steps: int | None = None,
     temporal_ensembling: float | None = None,
+    unnorm_key: str | None = None,
     trust: Sequence[str] = (),
 ) -> TrainedPolicy:
     """The policy in a directory; neither its training data nor its run have to be there.
@@ -47,14 +49,18 @@ def load_policy(
         action_steps: how many actions of a prediction `select_action` returns before the next one; None: as
             `eval.action_steps` of the recipe, by default all.
         temporal_ensembling: as `eval.temporal_ensembling`.
+        unnorm_key: the data set by whose statistics it acts, of a model with those of several; None: as
+            `model.unnorm_key` of the recipe.
         trust: files, modules and models whose code may be executed where the directory names them. What this user has
             trained with needs none.
 
     Raises:
-        ConfigError: there is no policy.
+        ConfigError: there is no policy, or it has no statistics of this data set.
     """
     run = policy_run(target, checkpoint, trust)
-    return run.policy(checkpoint, action_steps=action_steps, temporal_ensembling=temporal_ensembling)
+    return run.policy(
+        checkpoint, action_steps=action_steps, temporal_ensembling=temporal_ensembling, unnorm_key=unnorm_key
+    )
 
 
 def policy_run(target: str | Path, checkpoint: str = "final", trust: Sequence[str] = ()) -> Run:
@@ -106,7 +112,7 @@ class PolicyDirectory(Run):
         self, checkpoint: str = "final", *overrides: str, eval_data: object = None, episodes_dir: Path | None = None
     ) -> FSDPSftWorker:
         """The model; it has no checkpoints and nothing to evaluate on."""
-        recipe = self.executable_recipe()
+        recipe = overridden(self.executable_recipe(), overrides)
         import_plugins(recipe.plugins)
         worker = make_worker(recipe, training=False, report=silent)
         worker.setup_evaluation(context=replace(RunContext(report=silent), weights_directory=self.dir))

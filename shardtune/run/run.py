@@ -38,7 +38,7 @@ from shardtune.run.overridden import overridden, require_kept
 from shardtune.run.predicting import predict
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.push import push
-from shardtune.run.trained_policy import TrainedPolicy, acting_policy
+from shardtune.run.trained_policy import TrainedPolicy, acting_by, acting_policy
 from shardtune.training.loggers import SAMPLES, as_numbers, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
@@ -315,6 +315,7 @@ class Run:
         *,
         action_steps: int | None = None,
         temporal_ensembling: float | None = None,
+        unnorm_key: str | None = None,
     ) -> TrainedPolicy:
         """The trained policy, of a model that acts: `policy.reset()`, `policy.select_action(observation)`.
 
@@ -323,11 +324,13 @@ class Run:
             action_steps: how many actions of a prediction are returned before the next one; None: as
                 `eval.action_steps` of the recipe, by default all.
             temporal_ensembling: as `eval.temporal_ensembling`.
+            unnorm_key: the data set by whose statistics it acts, of a model with those of several; None: as
+                `model.unnorm_key` of the recipe.
 
         Raises:
-            ConfigError: the model does not act.
+            ConfigError: the model does not act, or has no statistics of this data set.
         """
-        worker = self.worker(checkpoint, *NO_EVALUATION)
+        worker = self.worker(checkpoint, *NO_EVALUATION, *acting_by(unnorm_key))
         return acting_policy(worker, self.recipe.eval, action_steps, temporal_ensembling)
 
     @recipe_settings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -200,6 +201,11 @@ def checked_observation(given: Mapping[str, Any]) -> Observation:
             what = f"the state is {state.tolist()!r:.60}, not a vector of finite numbers"
             raise ConfigError(what, where=place, remedy=FORM)
     return {"images": images, "instruction": instruction, "state": state}
+
+
+def acting_by(unnorm_key: str | None) -> tuple[str, ...]:
+    """The override of a recipe by which its model acts with the statistics of a data set; None: none."""
+    return () if unnorm_key is None else (f"model.unnorm_key={json.dumps(unnorm_key)}",)
 
 
 def acting_policy(

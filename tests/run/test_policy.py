@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from typer.testing import CliRunner
 import shardtune
 from shardtune.cli.commands import app
 from shardtune.config import load_recipe
+from shardtune.data.robot.lerobot_writer import write_lerobot
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.action.environment import Observation
 from shardtune.run.policy import policy_run
 from shardtune.training.runner import SFTRunner
-from tests.support.robot import frame, save_episodes
+from tests.support.robot import NAMES, episodes, frame, save_episodes
 from tests.support.tiny_openvla import save_openvla
 from tests.support.vision import save_vision_model
 
@@ -107,6 +109,34 @@ def test_actions_come_from_a_queue(own: shardtune.Run) -> None:
     normal = (weights["weight"] @ state + weights["bias"]).reshape(2, 3)
     low, high = (np.array(saved["actions"][name]) for name in ("min", "max"))
     np.testing.assert_allclose(chunk, (normal + 1) / 2 * (high - low) + low, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.lengthy
+def test_the_data_set_by_whose_statistics_it_acts(folder: Path, tmp_path: Path) -> None:
+    wide = tmp_path / "wide, of another robot"
+    write_lerobot(wide, [replace(one, actions=one.actions * 7) for one in episodes(12)], fps=10, action_names=NAMES)
+    made = recipe(folder, "of_two", {"adapter": f"{folder}/pushing.py:Pushing", "unnorm_key": "light"})
+    made["data"]["train_data_paths"] = [made["data"]["train_data_paths"], str(wide)]
+    run = shardtune.train(made)
+    saved = json.loads((run.dir / "final" / "normalizer.json").read_text())
+    ends = {name: [np.array(one["actions"][end]) for end in ("min", "max")] for name, one in saved.items()}
+
+    def normal(name: str, **given: Any) -> np.ndarray:
+        low, high = ends[name]
+        return (shardtune.load_policy(**given).predict_action_chunk(SEEN) - low) / (high - low)
+
+    expected = normal("light", target=run.dir)
+    copy = moved(run, tmp_path / "copy")
+    for given in ({"target": run.dir}, {"target": run.dir, "checkpoint": "latest"}, {"target": copy}):
+        np.testing.assert_allclose(normal(wide.name, **given, unnorm_key=wide.name), expected, rtol=1e-5, atol=1e-6)
+    line = ["act", str(copy), "--state", "0.3,0.1", "--unnorm-key"]
+    answered = CliRunner().invoke(app, [*line, wide.name, "--json"], catch_exceptions=False)
+    assert (
+        json.loads(answered.stdout)["actions"] == run.policy(unnorm_key=wide.name).predict_action_chunk(SEEN).tolist()
+    )
+    with pytest.raises(ConfigError, match="no action statistics of 'dark'; there are of: light, wide") as refused:
+        CliRunner().invoke(app, [*line, "dark"], catch_exceptions=False)
+    assert refused.value.where == "--unnorm-key"
 
 
 def test_autocast_of_the_script_does_not_change_an_action(own: shardtune.Run) -> None:
@@ -197,14 +227,14 @@ def test_statistics_of_other_data_are_said_and_those_before_kept(
     assert not list(run.dir.glob(f"{name}_*")), "the same data have the same statistics"
     chunk = run.policy("2").predict_action_chunk(SEEN)
     further = ("runner.max_steps=3", "runner.max_epochs=-1", "runner.allow_changes=[data.train_data_paths]")
-    for episodes in (6, 5):  # the first start ends before its first save
+    for number in (6, 5):  # the first start ends before its first save
         shutil.rmtree(data)
-        save_episodes(data, episodes)
+        save_episodes(data, number)
         with monkeypatch.context() as patched:
-            if episodes == 6:
+            if number == 6:
                 patched.setattr(SFTRunner, "run", lambda self: 1 / 0)
             capfd.readouterr()
-            with nullcontext() if episodes == 5 else pytest.raises(ZeroDivisionError):
+            with nullcontext() if number == 5 else pytest.raises(ZeroDivisionError):
                 shardtune.train(values, *further)
     said = "".join(capfd.readouterr())
     assert f"the training data have other {what} than up to step 2" in said

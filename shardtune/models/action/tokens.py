@@ -216,7 +216,7 @@ def choose_key(statistics: Mapping[str, object], unnorm_key: str | None, where: 
             raise ConfigError(
                 f"unnorm_key is not given, and there are statistics of {len(statistics)} datasets: {known}",
                 where=where,
-                remedy="choose one of them",
+                remedy="choose one of them: model.unnorm_key of a recipe, unnorm_key of load_policy or run.policy",
             )
         return next(iter(statistics))
     if unnorm_key not in statistics:
