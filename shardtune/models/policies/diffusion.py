@@ -284,6 +284,7 @@ class DiffusionPolicy(Policy):
     """Diffusion policy as an adapter."""
 
     name = "diffusion"
+    unused = ("gradient_checkpointing",)
     Options = DiffusionOptions
     unit_classes = ("ResidualBlock", "RgbEncoder")
 

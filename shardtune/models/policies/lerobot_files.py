@@ -29,7 +29,7 @@ OLD_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs."
 OF_TRAINING = frozenset(
     (
         *("type", "device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license"),
-        *("pretrained_path", "compile_model", "compile_mode"),
+        *("pretrained_path", "pretrained_revision", "compile_model", "compile_mode"),
     )
 )
 """Keys of config.json for LeRobot's own training, which a recipe has keys of its own for."""

@@ -81,6 +81,7 @@ class PI0Options(FlowOptions):
         action_expert_variant: gemma_300m or gemma_2b, or (not in LeRobot) its sizes.
         load_vlm_weights: (not in LeRobot) start from PaliGemma's weights in the directory `paligemma_variant`.
         time_sampling_beta_alpha: of the times' distribution; `time_sampling_beta_beta` is 1.
+        use_relative_actions: (of LeRobot after 0.4) only false; `model.action_representation` is the key here.
     """
 
     paligemma_variant: str = "gemma_2b"
@@ -93,9 +94,15 @@ class PI0Options(FlowOptions):
     image_resolution: Size = (224, 224)
     freeze_vision_encoder: bool = False
     train_expert_only: bool = False
+    use_relative_actions: bool = False
 
     @model_validator(mode="after")
     def _known(self) -> Self:
+        if self.use_relative_actions:
+            raise ValueError(
+                "LeRobot's use_relative_actions is not read; model.action_representation: relative trains with such "
+                "actions, from other weights"
+            )
         if isinstance(self.action_expert_variant, str) and self.action_expert_variant not in VARIANTS:
             raise ValueError(f"action_expert_variant is none of {', '.join(VARIANTS)}, and no sizes")
         if self.load_vlm_weights and self.paligemma_variant in VARIANTS:
@@ -226,10 +233,10 @@ class PI0Policy(FlowPolicy):
 
     name = "pi0"
     Options = PI0Options
-    unused = ("rtc_config", "dtype", "gradient_checkpointing")
+    unused = ("rtc_config", "dtype", "gradient_checkpointing", "relative_exclude_joints", "action_feature_names")
     unit_classes = ("SiglipEncoderLayer", "PaliGemmaPrefixLayer", "GemmaExpertLayer")
     config_class = PaliGemmaConfig
-    not_lerobots = ("load_vlm_weights",)
+    not_lerobots = ("load_vlm_weights", "use_relative_actions")
     newline_step = "pi0_new_line_processor"
 
     @property

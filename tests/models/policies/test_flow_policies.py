@@ -152,6 +152,10 @@ def test_final_acts_without_data_and_backbone(folder: Path, kind: str) -> None:
     weights = load_file(final / "model.safetensors")
     tensor = f"{language}.layers.1.self_attn.v_proj.weight"
     torch.testing.assert_close(weights[prefix + tensor], vlm.state_dict()[tensor])
+    assert "use_relative_actions" not in config
+    later = {"use_relative_actions": False, "relative_exclude_joints": ["gripper"], "action_feature_names": None}
+    written = {**config, "pretrained_revision": None, **(later if kind == "pi0" else {})}
+    (final / "config.json").write_text(json.dumps(written))  # as LeRobot after 0.4
     gone = {"vlm_model_name": "nowhere/at-all"} if kind == "smolvla" else {"paligemma_variant": "nowhere/at-all"}
     model = {"model_type": kind, "model_path": str(final), "precision": "fp32", "options": gone}
     found = []
@@ -248,6 +252,7 @@ def test_times_have_their_distribution(folder: Path) -> None:
         ("smolvla", {"num_vlm_layers": 2, "num_expert_layers": 3}, "the expert has 3 layers, the language model 2"),
         ("pi0", {"vlm_model_name": "x"}, "options.vlm_model_name is not an option"),
         ("pi0", {"time_sampling_beta_beta": 2.0}, "time_sampling_beta_beta"),
+        ("pi0", {"use_relative_actions": True}, "use_relative_actions is not read; model.action_representation"),
         ("pi0", {"image_resolution": [0, 0]}, "image_resolution.0 = 0"),
         ("smolvla", {"resize_imgs_with_padding": [0, 28]}, "resize_imgs_with_padding.0 = 0"),
         ("pi0", {"paligemma_variant": "gemma_2b"}, "differ in layers, heads or their size"),

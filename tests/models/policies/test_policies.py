@@ -260,6 +260,19 @@ def test_how_much_of_a_chunk_is_executed(folder: Path) -> None:
             episodes(loaded, find_adapter(loaded))
 
 
+@pytest.mark.parametrize("kind", POLICIES)
+def test_keys_that_later_versions_write_for_their_training(folder: Path, kind: str, tmp_path: Path) -> None:
+    config = policy_of(recipe(folder, kind)).saved_files()["config.json"]
+    assert isinstance(config, dict)
+    later = {"pretrained_revision": None, "compile_model": False, "compile_mode": "reduce-overhead"}
+    later |= {"gradient_checkpointing": True} if kind == "diffusion" else {}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **later}))
+    read = policy_of({"model": {"model_type": kind, "model_path": str(tmp_path)}})
+    assert {key: value for key, value in read.options.model_dump(mode="json").items() if key in OPTIONS[kind]} == {
+        key: config[key] for key in OPTIONS[kind]
+    }
+
+
 def test_another_policys_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"type": "diffusion"}')
     with pytest.raises(ModelError, match="holds a policy of type 'diffusion', not 'act'"):
