@@ -124,6 +124,18 @@ def _is_picture(feature: Mapping[str, Any]) -> bool:
     return feature["dtype"] in ("image", "video") and not depth
 
 
+def camera_columns(folder: str | Path, mapping: Mapping[str, str]) -> Mapping[str, str]:
+    """Camera -> the column of its images in a data set.
+
+    Args:
+        folder: of the data set.
+        mapping: `data.columns`.
+    """
+    info = _json(Path(folder) / INFO).get("features") or {}
+    pictures = [name for name, one in info.items() if "dtype" in one and _is_picture(one)]
+    return find_columns(info, mapping, pictures).cameras
+
+
 def unread_images(folder: str | Path, mapping: Mapping[str, str]) -> list[str]:
     """The columns of images of a data set that no row has: those that `data.columns` does not name where it names
     cameras, and maps of depth."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardtune.config import Recipe
 from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.robot.images import decode_frame
+from shardtune.data.robot.lerobot import camera_columns
 from shardtune.data.sources.resolve import resolve_sources
-from shardtune.data.sources.source import usable_rows
+from shardtune.data.sources.source import LEROBOT, usable_rows
 from shardtune.errors import ConfigError
 from shardtune.models.options import KEY
 
@@ -125,12 +126,19 @@ def feature_of(camera: str) -> str:
     return "observation.image" if camera == "image" else f"observation.images.{camera}"
 
 
-def features_of(row: Mapping[str, Any]) -> Features:
-    """The features that a row has."""
+def features_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> Features:
+    """The features that a row has.
+
+    Args:
+        row: of the training data.
+        columns: camera -> the column of its images, of a LeRobot data set: LeRobot's name of the feature.
+    """
     inputs = {} if row["state"] is None else {STATE: Feature(type="STATE", shape=(len(row["state"]),))}
     for camera in sorted(row["images"]):
         height, width, _ = decode_frame(row["images"][camera]).shape
-        inputs[feature_of(camera)] = Feature(type="VISUAL", shape=(3, height, width))
+        column = columns.get(camera, "")
+        same = column.startswith(CAMERA_PREFIXES) and camera_of(column) == camera
+        inputs[column if same else feature_of(camera)] = Feature(type="VISUAL", shape=(3, height, width))
     outputs = {ACTION: Feature(type="ACTION", shape=(np.shape(row["actions"])[1],))}
     return Features(input_features=inputs, output_features=outputs)
 
@@ -146,8 +154,11 @@ def features_of_rows(recipe: Recipe, train_data: object, frames: FrameOptions) -
     Raises:
         ConfigError: there is none.
     """
-    for row in _rows(recipe, recipe.data.train_data_paths if train_data is None else train_data, frames):
-        return features_of(row)
+    spec = recipe.data.train_data_paths if train_data is None else train_data
+    for source in [] if spec is None else resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None):
+        for row in usable_rows(source):
+            is_lerobots = source.files[0].kind == LEROBOT
+            return features_of(row, camera_columns(source.files[0].path, source.columns) if is_lerobots else {})
     raise ConfigError(
         "the shapes of images, state and action are not known: there is no training row to read them from",
         where=f"{KEY}.input_features, output_features",
@@ -182,10 +193,3 @@ def unseen(
                 f"{', '.join(sorted(row['images']))}"
             )
     return found
-
-
-def _rows(recipe: Recipe, spec: object, frames: FrameOptions) -> Iterator[Mapping[str, Any]]:
-    if spec is None:
-        return
-    for source in resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None):
-        yield from usable_rows(source)

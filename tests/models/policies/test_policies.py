@@ -26,6 +26,7 @@ from shardtune.batch import LossSum
 from shardtune.config import load_recipe
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.encoder import FrameOptions, RowError
+from shardtune.data.robot.lerobot_writer import write_lerobot
 from shardtune.data.robot.pictures import encode_image
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, ModelError
@@ -258,6 +259,20 @@ def test_how_much_of_a_chunk_is_executed(folder: Path) -> None:
         loaded = load_recipe(values, [f"eval.{override}"])
         with pytest.raises(ConfigError, match=what):
             episodes(loaded, find_adapter(loaded))
+
+
+def test_features_have_the_names_of_a_lerobot_data_set(tmp_path: Path) -> None:
+    """`image` may be observation.image, as in PushT, or observation.images.image, as in LIBERO."""
+    shown = np.zeros((3, 28, 28, 3), np.uint8)
+    made = [replace(one, images={"image": shown[: len(one.actions)]}) for one in robot.episodes(2, longest=3)]
+    write_lerobot(tmp_path / "light", made, fps=10)
+    values = recipe(tmp_path, "act")
+    assert list(policy_of(values).features.cameras) == ["observation.images.image"]
+    assert policy_of(values).cameras == ("image",)
+    values["data"]["columns"] = {"images.eye": "observation.images.image"}
+    assert list(policy_of(values).features.cameras) == ["observation.images.eye"]
+    values["data"]["columns"] = {"images.image": "observation.images.image"}
+    assert list(policy_of(values).features.cameras) == ["observation.images.image"]
 
 
 @pytest.mark.parametrize("kind", POLICIES)
