@@ -26,7 +26,15 @@ from shardtune.models.action.action_mask import TOLERANCE, dimension_name
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.openvla import PROMPT
 from shardtune.models.action.policy import ActionSettings
-from shardtune.models.action.tokens import STATISTICS_FILE, ActionCodec, Bins, require_finite, state_statistics
+from shardtune.models.action.tokens import (
+    CHOOSE,
+    STATISTICS_FILE,
+    UNNORM_KEY,
+    ActionCodec,
+    Bins,
+    require_finite,
+    state_statistics,
+)
 from shardtune.models.value_loss import VALUE
 
 ACTIONS, PADDED, DATASET = "actions", "action_is_pad", "action_dataset"
@@ -226,8 +234,8 @@ class ActionEncoder(ImageChatEncoder):
         lacking = f"there are no action statistics of {dataset!r}" if dataset else "unnorm_key is not given"
         raise DataError(
             f"{lacking}; there are statistics of {', '.join(self._names)}",
-            where="actor.model.unnorm_key",
-            remedy="choose one of them",
+            where=UNNORM_KEY,
+            remedy=CHOOSE,
         )
 
     def _codec(self, key: str) -> ActionCodec:

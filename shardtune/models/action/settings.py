@@ -48,7 +48,7 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
     stored = stored_settings(config) if kept is None else kept
     _check_bins(model, config)
     statistics, used = _statistics(recipe, stored) if kept is None else _kept_statistics(recipe, kept)
-    unnorm_key = used[0] if len(used) == 1 else None
+    unnorm_key = used[0] if len(used) == 1 and not _is_first_of_several(recipe, config, used[0]) else None
     found = action_statistics(statistics, used[0], model.action_token_len)
     for key in used:
         action_statistics(statistics, key, found.dimensions)
@@ -137,6 +137,16 @@ def _check_bins(model: ModelConfig, config: PreTrainedConfig) -> None:
         )
 
 
+def _is_first_of_several(recipe: Recipe, config: PreTrainedConfig, name: str) -> bool:
+    """Whether a data set of an OpenVLA is used for being its first alone: neither a key nor training rows name it."""
+    model, raw = recipe.actor.model, config.to_dict()
+    if not isinstance(config, OpenVLAConfig) or raw.get(SETTINGS) is not None or len(config.norm_stats or {}) < 2:
+        return False
+    if model.unnorm_key is not None or model.action_statistics is not None:
+        return False
+    return name not in _named_by_rows(recipe)
+
+
 def stored_settings(config: PreTrainedConfig) -> ActionSettings | None:
     """The settings of actions in a model's config; None if it has none."""
     if config.to_dict().get(SETTINGS) is not None:
@@ -180,12 +190,17 @@ def used_by_rows(recipe: Recipe, settings: ActionSettings) -> list[str]:
     rows; where there are none to read, all that the model may be trained on."""
     if settings.unnorm_key is not None:
         return [settings.unnorm_key]
-    spec, known = recipe.data.train_data_paths, settings.norm_stats
+    known = settings.norm_stats
+    return [name for name in _named_by_rows(recipe) if name in known] or _trained(known, settings)
+
+
+def _named_by_rows(recipe: Recipe) -> list[str]:
+    """The names of the data sets of the training rows; none where there are none to read."""
+    spec = recipe.data.train_data_paths
     try:
-        sources = [] if spec is None else _sources(recipe, spec)
+        return [] if spec is None else [source.name for source in _sources(recipe, spec)]
     except DataError:
-        sources = []
-    return [source.name for source in sources if source.name in known] or _trained(known, settings)
+        return []
 
 
 def kept_statistics(recipe: Recipe, settings: ActionSettings) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from shardtune.errors import ConfigError, DataError, ModelError
 
 UNNORM_KEY = "actor.model.unnorm_key"
+CHOOSE = "choose one of them: model.unnorm_key of a recipe, unnorm_key of load_policy or run.policy"
 STATISTICS_FILE = "dataset_statistics.json"
 """Beside the weights: {unnorm_key: {"action": {…}, "proprio": {…}, "num_transitions": n, "num_trajectories": n}}."""
 
@@ -216,7 +217,7 @@ def choose_key(statistics: Mapping[str, object], unnorm_key: str | None, where: 
             raise ConfigError(
                 f"unnorm_key is not given, and there are statistics of {len(statistics)} datasets: {known}",
                 where=where,
-                remedy="choose one of them: model.unnorm_key of a recipe, unnorm_key of load_policy or run.policy",
+                remedy=CHOOSE,
             )
         return next(iter(statistics))
     if unnorm_key not in statistics:

@@ -17,7 +17,7 @@ from torch.nn.functional import conv2d, gelu, layer_norm, linear
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import shardtune
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import ConfigError, DataError, ModelError
 from shardtune.models.action.openvla import (
     EMPTY_TOKEN,
     PROMPT,
@@ -27,6 +27,7 @@ from shardtune.models.action.openvla import (
 )
 from shardtune.models.action.openvla_processor import PrismaticImageProcessor, PrismaticProcessor
 from shardtune.models.action.timm_vit import shape_of
+from shardtune.run.policy import load_policy
 from tests.support.tiny_openvla import (
     CONFIG,
     DINO,
@@ -244,6 +245,14 @@ def test_data_sets_with_other_dimensions(model: Any, processor: PrismaticProcess
     assert found.actions.shape == (1, 1, 3)
     with pytest.raises(ConfigError, match="2 datasets: bridge_orig, two_arms"):
         model.predict_action_batch(**inputs(processor, "go"))
+
+
+def test_the_first_of_several_data_sets_is_no_choice(folder: Path) -> None:
+    seen = {"images": {"image": np.zeros((SIDE, SIDE, 3), np.uint8)}, "instruction": "go", "state": None}
+    shapes = {key: load_policy(folder, unnorm_key=key).predict_action_chunk(seen).shape for key in STATISTICS}
+    assert shapes == {"bridge_orig": (1, 7), "two_arms": (1, 3)}
+    with pytest.raises(DataError, match=r"unnorm_key is not given; .* bridge_orig, two_arms[\s\S]*load_policy"):
+        load_policy(folder).predict_action_chunk(seen)
 
 
 def test_the_empty_token_is_added_where_it_is_missing() -> None:
