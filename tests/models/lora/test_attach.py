@@ -356,6 +356,8 @@ class Attends(nn.Module):
         self.line = nn.Linear(8, 8)
         self.inner = nn.Sequential(nn.Linear(8, 4))
         self.wide = nn.Conv1d(8, 8, 3, dilation=2)
+        self.depthwise = nn.Conv2d(8, 8, 3, groups=8)
+        self.mirrored = nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
         self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))])
 
 
@@ -381,6 +383,8 @@ def test_a_name_that_is_also_an_ending_is_taken_exactly() -> None:
         ({"target_modules": ["attention"]}, "attention is a MultiheadAttention, which cannot be adapted"),
         ({"target_modules": ["out_proj"]}, "is inside an nn.MultiheadAttention"),
         ({"target_modules": ["wide"]}, "wide is a Conv1d with dilation, which cannot be adapted"),
+        ({"target_modules": ["depthwise"]}, "depthwise is a Conv2d with groups, which cannot be adapted"),
+        ({"target_modules": ["mirrored"]}, "mirrored is a Conv2d with padding_mode, which cannot be adapted"),
         ({"target_modules": ["inner"]}, "inner is a Sequential, which cannot be adapted"),
         ({"target_modules": ["line"], "modules_to_save": ["line"]}, "line is both adapted and trained in full"),
         ({"modules_to_save": ["lines"]}, "is called lines"),
