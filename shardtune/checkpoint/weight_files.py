@@ -120,7 +120,9 @@ def find_weights(model_path: str | Path) -> dict[str, WeightTensor]:
         index = path / f"{name}.index.json"
         if index.is_file():
             return _read_index(index)
-    files = sorted(path.glob("*.safetensors"))
+    indexes, files = list(path.glob("*.safetensors.index.json")), sorted(path.glob("*.safetensors"))
+    if len(indexes) == 1:  # of another name than transformers': diffusion_pytorch_model
+        return _read_index(indexes[0])
     if len(files) == 1:
         return _read_files(files)
     found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"

@@ -46,7 +46,7 @@ def choose_units(
     units = outermost(_declared_by_transformers(model))
     if units:
         return _unshared(model, units)
-    units, shared = _unshared(model, list(_repeated_blocks(model)))
+    units, shared = _unshared(model, list(dict.fromkeys(_repeated_blocks(model))))
     if not units:
         return [], f"the model is sharded as one: it has no list of blocks of one class that are its own{_HOW}"
     counts = Counter(_class_name(unit) for unit in units)
@@ -125,7 +125,7 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     for name, child in module.named_children():
         if CHOSEN_BETWEEN.search(name):
             continue
-        if isinstance(child, nn.ModuleDict):
+        if isinstance(child, nn.ModuleDict) and not _has_forward(child):
             yield from _blocks_by_name(child)
             continue
         if child in repeated:
@@ -143,9 +143,10 @@ def _blocks_by_name(parts: nn.ModuleDict) -> Iterator[nn.Module]:
 
 
 def _parts_of_layers(layers: nn.ModuleList) -> list[nn.Module]:
-    """The repeated parts of layers that are lists themselves, as `ModuleList([attention, feed_forward])` is."""
+    """The repeated parts of layers that are lists themselves, as `ModuleList([attention, feed_forward])` is, or hold
+    them by name."""
     inner = list(layers.children())
-    if not all(isinstance(layer, nn.ModuleList) for layer in inner):
+    if not all(isinstance(layer, nn.ModuleList) or _one_after_another(layer) for layer in inner):
         return []
     parts = [part for layer in inner for part in layer.children() if _has_forward(part) and _size(part)]
     number = Counter(map(type, parts))
@@ -154,6 +155,15 @@ def _parts_of_layers(layers: nn.ModuleList) -> list[nn.Module]:
         sizes[type(part)] += _size(part) if number[type(part)] > 1 else 0
     least = SMALL * max(sizes.values(), default=0)
     return [part for part in parts if number[type(part)] > 1 and sizes[type(part)] >= least]
+
+
+def _one_after_another(layer: nn.Module) -> bool:
+    """Whether a layer's named parts are steps of it, such as attention, feed-forward and norms (`rtdl`), and none are
+    alternatives, which have a class in common or say so by their names."""
+    if not isinstance(layer, nn.ModuleDict) or _has_forward(layer):
+        return False
+    large = Counter(type(part) for part in layer.children() if _size(part) >= SMALL * _size(layer))
+    return bool(large) and max(large.values()) == 1 and not any(CHOSEN_BETWEEN.search(name) for name in layer)
 
 
 def _repeated(blocks: nn.Module) -> set[nn.Module]:

@@ -278,6 +278,22 @@ def test_statistics_in_files_of_their_own_are_no_weights(
     assert list(read(tmp_path)) == ["weight"]
 
 
+def test_files_that_an_index_of_another_name_lists_are_read(tmp_path: Path) -> None:
+    """diffusers writes large models as diffusion_pytorch_model-00001-of-00002.safetensors; what the index does not
+    name is left alone."""
+    stem = "diffusion_pytorch_model"
+    files = [f"{stem}-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name, file in zip(["weight", "bias"], files, strict=True):
+        save_file({name: torch.ones(2)}, tmp_path / file)
+    save_file({"weight": torch.zeros(2)}, tmp_path / "older.safetensors")
+    index = {"weight_map": dict(zip(["weight", "bias"], files, strict=True))}
+    (tmp_path / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    assert {name: supply.full().tolist() for name, supply in in_files(tmp_path).items()} == {
+        "weight": [1.0, 1.0],
+        "bias": [1.0, 1.0],
+    }
+
+
 def test_experts_in_fp64_are_compared(tmp_path: Path) -> None:
     """No grouped kernel of torch takes fp64, so the fresh process and the model in memory compute without one."""
     model = tiny_checkpoint.saved("mixtral", tmp_path, torch.float64)

@@ -107,6 +107,48 @@ def test_layers_that_are_lists_of_their_parts_have_these_as_units() -> None:
     assert names_of(model, choose_units(model)[0]) == [f"layers.{number}.2" for number in range(4)]
 
 
+def test_layers_that_hold_their_parts_by_name_have_these_as_units() -> None:
+    """As in rtdl's transformer, whose first layer lacks a norm; not where parts are alternatives."""
+
+    def layer(first: str, second: str, other: type[nn.Module] = Block) -> nn.Module:
+        return nn.ModuleDict({first: nn.Sequential(nn.Linear(6, 6)), second: other(), "norm": nn.LayerNorm(2)})
+
+    model = nn.Sequential(nn.ModuleList([nn.ModuleDict({"attention": Block()}), layer("ffn", "attention")]))
+    model.append(nn.ModuleList([layer("ffn", "attention"), layer("ffn", "attention")]))
+    parts = ["0.0.attention", "0.1.attention", "1.0.ffn", "1.0.attention", "1.1.ffn", "1.1.attention"]
+    assert names_of(model, choose_units(model)[0]) == parts
+    named = nn.ModuleList([layer("adapter", "attention"), layer("adapter", "attention")])
+    assert choose_units(nn.Sequential(named))[0] == []
+    alike = nn.ModuleList([nn.ModuleDict({"image": Block(), "text": Block()}) for _ in range(2)])
+    assert choose_units(nn.Sequential(alike))[0] == []
+
+
+class NamedStage(nn.ModuleDict):
+    """Blocks by name, called as one, as a DenseNet's are."""
+
+    def __init__(self) -> None:
+        super().__init__({"first": Block(), "second": Block()})
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for block in self.values():
+            rows = block(rows)
+        return rows
+
+
+def test_a_dict_with_a_forward_is_a_block_like_any_other() -> None:
+    model = nn.Sequential(NamedStage(), nn.ReLU(), NamedStage())
+    assert names_of(model, choose_units(model)[0]) == ["0", "2"]
+
+
+def test_a_block_in_two_lists_is_one_unit() -> None:
+    """As in a masked autoencoder, which makes a second sequence of the layers of its encoder's first."""
+    patches = nn.Sequential(Block(), Block())
+    model = nn.ModuleDict({"whole": patches, "again": nn.Sequential(*patches)})
+    units, note = choose_units(model)
+    assert names_of(model, units) == ["whole.0", "whole.1"]
+    assert note.startswith("2 Block shard")
+
+
 def test_repeated_norms_between_layers_are_no_units() -> None:
     """As in the patch embedding of many vision transformers."""
     patches = nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 32), nn.LayerNorm(32))
