@@ -95,6 +95,14 @@ def test_what_a_forward_may_leave_out_stays_with_the_rest() -> None:
     assert names_of(model, choose_units(model)[0]) == ["trunk.1", "trunk.3"]
 
 
+def test_large_parts_of_layers_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.ModuleList(nn.ModuleList([nn.Sequential(Block(), Block())]) for _ in range(2)))
+    parts = ["0.0.0", "0.1.0"]
+    assert names_of(model, choose_units(model)[0]) == parts
+    monkeypatch.setattr(shard_units, "LARGE", sum(parameter.numel() for parameter in Block().parameters()))
+    assert names_of(model, choose_units(model)[0]) == [name + end for name in parts for end in ("", ".0", ".1")]
+
+
 def test_layers_that_are_lists_of_their_parts_have_these_as_units() -> None:
     """Not their norms, of which there are as many."""
     mixer = [nn.Sequential(nn.Linear(6, 6)) for _ in range(2)]
@@ -164,6 +172,7 @@ def test_one_list_among_named_parts_has_the_blocks() -> None:
     assert names_of(model, choose_units(model)[0]) == ["0.h.0", "0.h.1"]
     towers = nn.ModuleDict({"image": nn.ModuleList([Block(), Block()]), "text": nn.ModuleList([Block(), Block()])})
     assert choose_units(nn.Sequential(nn.ModuleDict(parts), towers))[0] == [*blocks]
+    assert choose_units(nn.Sequential(nn.ModuleDict({"task": nn.ModuleList([Block(), Block()])})))[0] == []
     experts = nn.ModuleDict({"gate": nn.Linear(6, 2), "experts": nn.ModuleList([Block(), Block()])})
     assert choose_units(nn.Sequential(experts))[0] == []
 

@@ -186,6 +186,15 @@ def test_steps_are_recorded_from_positions_that_a_worker_goes_to(tmp_path: Path)
     assert recorded(There) == expected
 
 
+def test_steps_that_a_loop_of_ones_own_has_taken_are_counted() -> None:
+    worker = own.Task(own.recipe())
+    worker.setup()
+    batches(worker, 9)
+    assert worker.position.anomalies.steps == 2
+    worker.run_training()
+    assert worker.position.anomalies.steps == 3
+
+
 def test_what_is_left_of_a_step_is_passed_over_with_the_next_one() -> None:
     worker, straight = own.Task(own.recipe()), own.Task(own.recipe())
     worker.setup()
