@@ -22,13 +22,13 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
 from shardtune.models.adapter import Evaluation as Evaluated
 from shardtune.models.mixed_precision import compute_in
-from shardtune.models.packing_probe import named_cause, takes_no_half
 from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config
 from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, parts_of, require_tokens
+from shardtune.models.tasks.half_probe import check_half
 from shardtune.models.tasks.metrics import installed
 from shardtune.models.tasks.padding_probe import padding_changes
 from shardtune.models.user_metrics import Measure, checked
-from shardtune.parallel.fp32_compute import computing_in_fp32, may_be_the_models
+from shardtune.parallel.fp32_compute import may_be_the_models
 from shardtune.parallel.half_products import HALF
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.precision import COMPUTE_DTYPE, MASTER_DTYPE
@@ -205,7 +205,7 @@ class TextTask(Adapter):
     ) -> list[str]:
         batch, notes = self.collate(samples[:1], [0], {}).to(device), list[str]()
         if dtype in HALF:
-            _check_half(root, batch, samples[0].size)
+            check_half(root.model, lambda: root.probed_outputs(batch), samples[0].size)
         try:
             self._padding_changes = self._differs_padded(root, batch, dtype)
         except Exception as error:  # a model's code is third-party and may raise anything
@@ -482,38 +482,6 @@ def _evaluating(root: TaskRoot) -> Iterator[None]:
         yield
     finally:
         root.train(was_training)
-
-
-@torch.no_grad()
-def _check_half(root: TaskRoot, batch: Batch, size: int) -> None:
-    """Refuse half precision for a model that fails for a row in it, and computes the row in fp32.
-
-    Args:
-        root: of the model, in half precision.
-        batch: the row.
-        size: its tokens.
-
-    Raises:
-        ModelError: the model's code takes no half precision.
-    """
-    try:
-        root.probed_outputs(batch)
-    except Exception as error:  # a model's code is third-party and may raise anything
-        if not may_be_the_models(error):
-            raise
-        if _computes_in_fp32(root, batch):
-            raise takes_no_half(root.model, size, named_cause(error)) from error
-
-
-def _computes_in_fp32(root: TaskRoot, batch: Batch) -> bool:
-    try:
-        with computing_in_fp32():
-            root.probed_outputs(batch)
-    except Exception as error:  # as above
-        if not may_be_the_models(error):
-            raise
-        return False
-    return True
 
 
 RELATIVE = {"rope_parameters", "rope_theta", "rope_scaling"}
