@@ -10,11 +10,11 @@ from pathlib import Path
 
 import yaml
 
-from shardtune.config.foreign import llama_factory
+from shardtune.config.foreign import llama_factory, verl_command
 from shardtune.config.foreign.launch import Launch
 from shardtune.config.foreign.launch_keys import SHORT, SWITCHES, TABLES
 from shardtune.config.foreign.refusals import SWIFT_COMMANDS, refuse_command, refuse_llama_factory
-from shardtune.config.foreign.trainers import TRAINERS
+from shardtune.config.foreign.trainers import TRAINERS, VERL
 from shardtune.config.recipe_file import RecipeLoader
 from shardtune.errors import ConfigError
 
@@ -58,6 +58,7 @@ class CommandLine:
         launch: what the program was started with; None: nothing.
         keys: dotted keys that replace those of the file.
         environment: the variables that were set for the command, by name.
+        trainer: whose command it is, where its words say so; a word of `TRAINERS`.
     """
 
     file: Path | None
@@ -65,6 +66,7 @@ class CommandLine:
     launch: Launch | None = None
     keys: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    trainer: str | None = None
 
 
 def read_command_line(words: Sequence[str]) -> CommandLine:
@@ -82,6 +84,9 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         return replace(_tune(words[2:]), environment=environment)
     if words[:1] == [AUTOMODEL]:
         return replace(_automodel(words[1:]), environment=environment)
+    place = verl_command.place_of(words)
+    if place is not None:
+        return replace(_verl(words, place), environment=environment)
     launch, given = _launcher(words)
     refuse_command(words, given)
     if given[:1] == [llama_factory.COMMAND]:
@@ -196,6 +201,14 @@ def _automodel(words: Sequence[str]) -> CommandLine:
 
 
 RANKS_OF = ("nproc_per_node", "nnodes")
+
+
+def _verl(words: Sequence[str], place: int) -> CommandLine:
+    """A command with a module or script of verl's at a place; Ray, or a plain `python`, starts ranks by its keys."""
+    file, keys, chosen = verl_command.read(words[place], words[place + 1 :], _read)
+    launch, _ = _launcher(words[: place + 1])
+    counts = launch is not None and launch.program != "python"
+    return CommandLine(file, {"overrides": chosen} if chosen else {}, launch if counts else None, keys, trainer=VERL)
 
 
 def _no_fine_tuning(command: str) -> ConfigError:

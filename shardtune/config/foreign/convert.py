@@ -81,12 +81,12 @@ def convert(
     shown = COMMAND_LINE if file is None else file.name
     where = str(file or shown)
     tree = _tree(given)
-    if trainer is None:
+    if trainer is None and given.trainer is None:
         refuse_file(tree, where)
     tree = _with_variables(tree, frozenset(tree))
     written = {name: value for name, value in leaves(tree) if isinstance(value, str) and VARIABLE.search(value)}
     tree = _resolved(tree, where)
-    word = trainer or recognise(tree) or _halos(tree) or _rlinf(tree)
+    word = trainer or given.trainer or recognise(tree) or _halos(tree) or _rlinf(tree)
     known = FROM.get(word) if word is not None else None
     if known is None and word is None:
         refuse_launcher(tree, where)

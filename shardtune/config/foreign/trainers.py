@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardtune.config.foreign import axolotl, llama_factory, nemo, torchtitan, torchtune, trl
+from shardtune.config.foreign import axolotl, llama_factory, nemo, torchtitan, torchtune, trl, verl
 from shardtune.config.foreign.conversion import Conversion
 from shardtune.config.foreign.table import Table
 from shardtune.config.tree import get_value
@@ -28,7 +28,7 @@ class OtherTrainer:
     convert: Callable[[Conversion], None]
 
 
-LLAMA_FACTORY, TORCHTUNE, NEMO, TORCHTITAN = "llama-factory", "torchtune", "nemo", "torchtitan"
+LLAMA_FACTORY, TORCHTUNE, NEMO, TORCHTITAN, VERL = "llama-factory", "torchtune", "nemo", "torchtitan", "verl"
 TRAINERS: Mapping[str, OtherTrainer] = {
     "trl": OtherTrainer(trl.NAME, trl.TABLE, trl.MARKS, trl.convert),
     "axolotl": OtherTrainer(axolotl.NAME, axolotl.TABLE, axolotl.MARKS, axolotl.convert),
@@ -36,6 +36,7 @@ TRAINERS: Mapping[str, OtherTrainer] = {
     TORCHTUNE: OtherTrainer(torchtune.NAME, torchtune.TABLE, (), torchtune.convert),
     NEMO: OtherTrainer(nemo.NAME, nemo.TABLE, (), nemo.convert),
     TORCHTITAN: OtherTrainer(torchtitan.NAME, torchtitan.TABLE, (), torchtitan.convert),
+    VERL: OtherTrainer(verl.NAME, verl.TABLE, (), verl.convert),
 }
 """By the word for `--from`; HALOs' names are read in recipes, so it is not among them."""
 FEWEST = 2
@@ -45,7 +46,11 @@ SECTIONS = {name.partition(".")[0] for name in torchtitan.TABLE}
 
 def recognise(tree: Mapping[str, object]) -> str | None:
     """The word of the trainer that a configuration is for; None for a recipe of ours, or if no two keys fit."""
-    if set(tree) & {"runner", "actor", "data"}:
+    if set(tree) & {"runner", "actor"}:
+        return None
+    if verl.is_configuration(tree):
+        return VERL
+    if "data" in tree:
         return None
     if any(isinstance(part, Mapping) and "_component_" in part for part in tree.values()):
         return TORCHTUNE

@@ -25,6 +25,7 @@ FILES = {
     "halos.yaml": "HALOs",
     "rlinf.yaml": "RLinf",
     "torchtitan.toml": "torchtitan",
+    "verl.yaml": "verl",
 }
 SMALLEST: dict[str, dict[str, Any]] = {
     "trl": {"model_name_or_path": "org/model", "dataset_name": "org/rows"},
@@ -57,6 +58,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
         "training": {"dataset": "c4", "steps": 20},
         "optimizer": {"lr": 3e-4},
     },
+    "verl": {"model": {"path": "org/model"}, "data": {"train_files": "rows.parquet"}, "trainer": {"nnodes": 1}},
 }
 """The fewest keys of each trainer."""
 

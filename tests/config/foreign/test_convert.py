@@ -73,7 +73,8 @@ def test_the_recipe_is_read_as_it_is_meant(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("trainer", SMALLEST)
 def test_the_fewest_keys_are_enough_and_an_empty_value_is_the_default(of, trainer: str):
-    found = of(trainer, **({"debug": {"seed": None}} if trainer == "torchtitan" else {"seed": None}))
+    section = {"torchtitan": "debug", "verl": "engine"}.get(trainer)
+    found = of(trainer, **({section: {"seed": None}} if section else {"seed": None}))
     assert "still to be given" not in found.report
     assert "does not load" not in found.report
     (seed,) = (one for name, one in found.conversion.outcomes.items() if name.endswith("seed"))
@@ -93,6 +94,7 @@ def test_the_fewest_keys_are_enough_and_an_empty_value_is_the_default(of, traine
         ("torchtune", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss"),
         ("nemo", {"recipe": "TrainEagle3Recipe"}, "TrainEagle3Recipe"),
         ("torchtitan", {"model": {"name": "flux"}}, "draws images"),
+        ("verl", {"actor_rollout_ref": {"model": {"path": "x"}}}, "verl with actor_rollout_ref"),
         ("nemo", {"recipe": {"_target_": "nemo_automodel.recipes.retrieval.TrainBiEncoderRecipe"}}, "embedding or"),
     ],
 )
@@ -128,7 +130,7 @@ def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
     (tmp_path / "x.yaml").write_text("a: 1\nb: 2\n")
     with pytest.raises(
         ConfigError,
-        match=r"not recognised(.|\n)*--from trl, axolotl, llama-factory, torchtune, nemo, torchtitan, halos or rlinf",
+        match=r"not recognised(.|\n)*--from trl, axolotl, .*, torchtitan, verl, halos or rlinf",
     ):
         convert(CommandLine(tmp_path / "x.yaml"))
     for keys, says in (("distributed_type: FSDP", "accelerate"), ("zero_optimization: {stage: 3}", "DeepSpeed")):
