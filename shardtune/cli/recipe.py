@@ -69,8 +69,8 @@ def convert(
         str | None,
         typer.Option(
             "--from",
-            help="trl | axolotl | llama-factory | torchtune | nemo | torchtitan | verl | halos | rlinf; recognised by "
-            "itself.",
+            help="trl | axolotl | llama-factory | ms-swift | torchtune | nemo | torchtitan | verl | halos | rlinf; "
+            "recognised by itself.",
         ),
     ] = None,
     world_size: Annotated[

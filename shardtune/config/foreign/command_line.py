@@ -10,11 +10,11 @@ from pathlib import Path
 
 import yaml
 
-from shardtune.config.foreign import llama_factory, verl_command
+from shardtune.config.foreign import llama_factory, swift, verl_command
 from shardtune.config.foreign.launch import Launch
 from shardtune.config.foreign.launch_keys import SHORT, SWITCHES, TABLES
-from shardtune.config.foreign.refusals import SWIFT_COMMANDS, refuse_command, refuse_llama_factory
-from shardtune.config.foreign.trainers import TRAINERS, VERL
+from shardtune.config.foreign.refusals import refuse_command, refuse_llama_factory
+from shardtune.config.foreign.trainers import SWIFT, TRAINERS, VERL
 from shardtune.config.recipe_file import RecipeLoader
 from shardtune.errors import ConfigError
 
@@ -31,7 +31,7 @@ MODULES = {
     "deepspeed.launcher.runner": "deepspeed",
 }
 """The launchers that Python runs as modules."""
-PROGRAMS = ("trl", "sft", llama_factory.COMMAND, "train", "axolotl")
+PROGRAMS = ("trl", "sft", llama_factory.COMMAND, "train", "axolotl", swift.COMMAND, "pt")
 SCRIPTS = "trl.scripts."
 TUNE = ["tune", "run"]
 """torchtune's command: options of torchrun, one of its recipes, `--config FILE`, and keys of the file (`lr=1e-5`)."""
@@ -91,7 +91,9 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     refuse_command(words, given)
     if given[:1] == [llama_factory.COMMAND]:
         refuse_llama_factory(given, environment)
-        launch, environment = _by_variables(launch, environment)
+        launch, environment = _by_variables(launch, environment, llama_factory.COMMAND)
+    if given[:1] == [swift.COMMAND]:
+        launch, environment = _by_variables(launch, environment, swift.COMMAND)
     if given[:1] == ["trl"] and len(given) > 1 and not given[1].startswith("-") and given[1] not in PROGRAMS:
         raise _no_fine_tuning(given[1])
     files, values = _flags(given)
@@ -101,14 +103,17 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         raise ConfigError(f"one configuration is converted, not {' and '.join(files)}", where="shardtune convert")
     file = Path(files[0]) if files else None
     keys = {name: values.pop(name) for name in [*values] if "." in name and file is not None and file.suffix == ".toml"}
-    return CommandLine(file, values, launch, keys, environment)
+    trainer = SWIFT if given[:1] == [swift.COMMAND] else None
+    is_pt = trainer is not None and given[1:2] == ["pt"]
+    values = {"use_chat_template": False, **values} if is_pt else values
+    return CommandLine(file, values, launch, keys, environment, trainer)
 
 
 def _words(given: Sequence[str]) -> list[str]:
     """The words of a command; a single one that has a program's words or flags in it is a line of a shell."""
     line = given[0] if len(given) == 1 else ""
     first, *rest = line.split() or [""]
-    is_command = first in (*LAUNCHERS, *PROGRAMS, *SWIFT_COMMANDS, *TUNE, AUTOMODEL) or " -" in f" {line}"
+    is_command = first in (*LAUNCHERS, *PROGRAMS, swift.MEGATRON, *TUNE, AUTOMODEL) or " -" in f" {line}"
     if not rest or not is_command or Path(line).exists():
         return [*given]
     try:
@@ -127,14 +132,16 @@ def _environment(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return {name: value for name, _, value in pairs}, [*words[last:]]
 
 
-def _by_variables(launch: Launch | None, environment: Mapping[str, str]) -> tuple[Launch | None, dict[str, str]]:
-    """What LLaMA-Factory's command starts by variables (`NPROC_PER_NODE=4`), and the other variables."""
+def _by_variables(
+    launch: Launch | None, environment: Mapping[str, str], command: str
+) -> tuple[Launch | None, dict[str, str]]:
+    """What a command of LLaMA-Factory or ms-swift starts by variables (`NPROC_PER_NODE=4`), and the other variables."""
     names = llama_factory.RANKS
     if launch is not None or names["nproc_per_node"] not in environment:
         return launch, {**environment}
     options: dict[str, object] = {option: environment[name] for option, name in names.items() if name in environment}
     rest = {name: value for name, value in environment.items() if name not in names.values()}
-    return Launch("torchrun", options, llama_factory.COMMAND, names), rest
+    return Launch("torchrun", options, command, names), rest
 
 
 def _tune(words: Sequence[str]) -> CommandLine:

@@ -17,10 +17,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from shardtune.config.foreign import halos, llama_factory, rlinf, trl
 from shardtune.config.foreign.command_line import CommandLine
 from shardtune.config.foreign.conversion import Conversion, Kind, Outcome, leaves
+from shardtune.config.foreign.frozen_parts import frozen_parts
 from shardtune.config.foreign.launch import Launch, Started, apply, of_environment, precision_of, sharing, started
 from shardtune.config.foreign.launch_keys import ACCELERATE
 from shardtune.config.foreign.model_type import model_type
-from shardtune.config.foreign.refusals import refuse_file, refuse_launcher
+from shardtune.config.foreign.refusals import refuse_launcher
 from shardtune.config.foreign.trainers import TRAINERS, OtherTrainer, recognise
 from shardtune.config.foreign.written import recipe_text, report_text
 from shardtune.config.loading import load_recipe
@@ -81,8 +82,6 @@ def convert(
     shown = COMMAND_LINE if file is None else file.name
     where = str(file or shown)
     tree = _tree(given)
-    if trainer is None and given.trainer is None:
-        refuse_file(tree, where)
     tree = _with_variables(tree, frozenset(tree))
     written = {name: value for name, value in leaves(tree) if isinstance(value, str) and VARIABLE.search(value)}
     tree = _resolved(tree, where)
@@ -107,8 +106,7 @@ def convert(
         apply(c, found, is_counted=world_size is None)
     _variables(c, given.environment)
     model_type(c)
-    if known.name == llama_factory.NAME:
-        llama_factory.frozen_parts(c)
+    frozen_parts(c, known.frozen)
     if word != HALOS:
         _ranks(c, None if world_size is not None else found)
     _check(c)

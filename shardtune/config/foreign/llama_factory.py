@@ -6,11 +6,9 @@ from collections.abc import Mapping
 
 from shardtune.config.foreign import llama_factory_data, rules
 from shardtune.config.foreign.conversion import Conversion, Kind
-from shardtune.config.foreign.model_type import TYPE
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
 from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, early_stop_metric, training_arguments
 from shardtune.config.foreign.values import is_on, listed, names, whole, whole_number
-from shardtune.config.parameter_patterns import PARTS
 from shardtune.errors import ConfigError
 
 NAME = "LLaMA-Factory"
@@ -69,6 +67,12 @@ V1 = (
 """Keys that only the files of its v1 trainer have."""
 DIVIDING = tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
 """Megatron's degrees, all of which its number of rows is divided by."""
+FROZEN: Mapping[str, str] = {
+    "freeze_vision_tower": "vision_tower",
+    "freeze_multi_modal_projector": "projector",
+    "freeze_language_model": "language_model",
+}
+"""Its switches, and the parts of a model with images that they leave untrained."""
 _DEGREE = whole_number("degrees are whole numbers >= 1")
 TABLE: Table = {
     **TRAINING_ARGUMENTS,
@@ -407,42 +411,6 @@ def _adapter(c: Conversion) -> None:
         c.put("actor.model.lora.base_dtype", "nf4", "quantization_bit")
     else:
         rules.frozen_base(c, "quantization_bit" if bits else "")
-
-
-_PARTS = {
-    "freeze_vision_tower": "vision_tower",
-    "freeze_multi_modal_projector": "projector",
-    "freeze_language_model": "language_model",
-}
-EXCLUDED = "actor.model.lora.exclude_modules"
-
-
-def frozen_parts(c: Conversion) -> None:
-    """Read which parts of a model with images are not trained: tower and projector, unless they are set to false."""
-    line = c.lines.get(TYPE)
-    has_images = line is not None and line.value == "vision_language"
-    frozen = {
-        name: part
-        for name, part in _PARTS.items()
-        if is_on(c.get(name, has_images and name != "freeze_language_model"))
-    }
-    parts = list(frozen.values())
-    comment = ", ".join(name if c.has(name) else f"LLaMA-Factory's default ({name})" for name in frozen)
-    if not parts:
-        pass
-    elif "actor.model.is_lora" not in c.lines:
-        c.put("actor.model.freeze", parts, *frozen, comment=comment)
-    elif "actor.model.lora.load_from" not in c.lines:
-        pattern = f".*?({'|'.join(PARTS[part] for part in parts)}).*"
-        c.put(EXCLUDED, pattern, *frozen, comment=comment)
-    else:
-        c.not_needed("an adapter that is loaded has its own modules", *frozen)
-    c.not_needed("the part is trained, as it is here", *(name for name in _PARTS if name not in frozen))
-    if line is None and any(not c.has(name) for name in [*_PARTS][:2]):
-        c.notes.append(
-            "of a model with images LLaMA-Factory freezes vision tower and projector unless it is told otherwise: "
-            "actor.model.freeze: [vision_tower, projector], or with LoRA actor.model.lora.exclude_modules"
-        )
 
 
 def _new_adapter(c: Conversion) -> None:

@@ -6,24 +6,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtune.config.foreign import llama_factory
+from shardtune.config.foreign import llama_factory, swift
 from shardtune.errors import ConfigError
 
-SWIFT = "ms-swift"
-SWIFT_COMMANDS = ("swift", "megatron")
-"""The words that its commands begin with: `swift sft`, `megatron sft`."""
-SWIFT_MARKS = (
-    *(
-        "tuner_type",
-        "train_type",
-        "sft_type",
-        "split_dataset_ratio",
-        "model_author",
-        "attn_impl",
-        "custom_dataset_info",
-    ),
-    *("freeze_vit", "freeze_llm", "freeze_aligner", "val_dataset", "cached_dataset", "loss_scale", "target_modules"),
-)
 HYDRA_SCRIPT = "launch.py"
 """HALOs' script, whose arguments are keys with values (`loss=sft`)."""
 NO_TRAINING = {
@@ -45,16 +30,6 @@ LAUNCHED = {
 """Keys of files beside a trainer's own -> whose they are, and the words to convert with them."""
 
 
-def refuse_file(tree: Mapping[str, object], shown: str) -> None:
-    """Refuse a configuration of ms-swift.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    if _is_swift(tree):
-        raise _no_swift(shown)
-
-
 def refuse_launcher(tree: Mapping[str, object], shown: str) -> None:
     """Refuse a file of a launcher, which has no keys of a trainer.
 
@@ -71,7 +46,7 @@ def refuse_launcher(tree: Mapping[str, object], shown: str) -> None:
 
 
 def refuse_command(words: Sequence[str], given: Sequence[str]) -> None:
-    """Refuse a command of ms-swift, or of a script with Hydra's `key=value`.
+    """Refuse a command of ms-swift that does not fine-tune, or of a script with Hydra's `key=value`.
 
     Args:
         words: the command.
@@ -80,8 +55,15 @@ def refuse_command(words: Sequence[str], given: Sequence[str]) -> None:
     Raises:
         ConfigError: it is one.
     """
-    if words[:1] and words[0] in SWIFT_COMMANDS and not Path(words[0]).exists():
-        raise _no_swift(" ".join(words[:2]))
+    if words[:1] == [swift.MEGATRON] and not Path(words[0]).exists():
+        raise swift.no_megatron(" ".join(words[:2]))
+    if words[:1] == [swift.COMMAND] and "".join(words[1:2]) not in swift.FINE_TUNING:
+        raise ConfigError(
+            f"{' '.join(words[:2])} is no supervised fine-tuning",
+            where=" ".join(words[:2]),
+            remedy="convert the command of the training, swift sft or swift pt; then shardtune export, chat and eval "
+            "do what swift export, infer and eval are for",
+        )
     keys = [word for word in given if "=" in word and not word.startswith("-") and not Path(word).exists()]
     if keys and len(keys) == len(given) and any(Path(word).name == HYDRA_SCRIPT for word in words):
         raise ConfigError(
@@ -110,22 +92,3 @@ def refuse_llama_factory(given: Sequence[str], environment: Mapping[str, str]) -
         )
     if environment.get("USE_V1", "0").lower() in ("1", "true", "yes", "on"):
         raise llama_factory.no_v1("USE_V1")
-
-
-def _is_swift(tree: Mapping[str, object]) -> bool:
-    """Whether keys are those of ms-swift: `model` is a name there, and `dataset` is beside it."""
-    marks = sum(name in tree for name in SWIFT_MARKS)
-    is_named = isinstance(tree.get("model"), str) or "model_type" in tree
-    return (
-        is_named
-        and not {"model_name_or_path", "base_model"} & set(tree)
-        and ("dataset" in tree or marks > 1 or "tuner_type" in tree)
-    )
-
-
-def _no_swift(where: str) -> ConfigError:
-    return ConfigError(
-        f"this is a configuration of {SWIFT}, which is not converted",
-        where=where,
-        remedy="write a recipe by the table of docs/coming-from.md (ms-swift), which has its keys and defaults",
-    )

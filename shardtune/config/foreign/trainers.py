@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from shardtune.config.foreign import axolotl, llama_factory, nemo, torchtitan, torchtune, trl, verl
+from shardtune.config.foreign import axolotl, llama_factory, nemo, swift, torchtitan, torchtune, trl, verl
 from shardtune.config.foreign.conversion import Conversion
 from shardtune.config.foreign.table import Table
 from shardtune.config.tree import get_value
@@ -20,19 +20,25 @@ class OtherTrainer:
         table: its keys.
         marks: keys that few others have.
         convert: its rules for keys that mean something together.
+        frozen: its switches for the parts of a model with images that are not trained, by the names of the parts.
     """
 
     name: str
     table: Table
     marks: tuple[str, ...]
     convert: Callable[[Conversion], None]
+    frozen: Mapping[str, str] = field(default_factory=dict)
 
 
-LLAMA_FACTORY, TORCHTUNE, NEMO, TORCHTITAN, VERL = "llama-factory", "torchtune", "nemo", "torchtitan", "verl"
+LLAMA_FACTORY, TORCHTUNE, NEMO, TORCHTITAN = "llama-factory", "torchtune", "nemo", "torchtitan"
+SWIFT, VERL = "ms-swift", "verl"
 TRAINERS: Mapping[str, OtherTrainer] = {
     "trl": OtherTrainer(trl.NAME, trl.TABLE, trl.MARKS, trl.convert),
     "axolotl": OtherTrainer(axolotl.NAME, axolotl.TABLE, axolotl.MARKS, axolotl.convert),
-    LLAMA_FACTORY: OtherTrainer(llama_factory.NAME, llama_factory.TABLE, llama_factory.MARKS, llama_factory.convert),
+    LLAMA_FACTORY: OtherTrainer(
+        llama_factory.NAME, llama_factory.TABLE, llama_factory.MARKS, llama_factory.convert, llama_factory.FROZEN
+    ),
+    SWIFT: OtherTrainer(swift.NAME, swift.TABLE, (), swift.convert, swift.FROZEN),
     TORCHTUNE: OtherTrainer(torchtune.NAME, torchtune.TABLE, (), torchtune.convert),
     NEMO: OtherTrainer(nemo.NAME, nemo.TABLE, (), nemo.convert),
     TORCHTITAN: OtherTrainer(torchtitan.NAME, torchtitan.TABLE, (), torchtitan.convert),
@@ -58,6 +64,8 @@ def recognise(tree: Mapping[str, object]) -> str | None:
         return NEMO
     if isinstance(tree.get("training"), Mapping) and len(SECTIONS & set(tree)) > FEWEST:
         return TORCHTITAN
+    if swift.is_configuration(tree):
+        return SWIFT
     of_v1 = isinstance(tree.get("model"), str) and bool({"train_dataset", "peft_config"} & set(tree))
     if of_v1 or sum(name in tree for name in llama_factory.V1) >= FEWEST:
         return LLAMA_FACTORY

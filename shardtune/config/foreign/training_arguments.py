@@ -6,7 +6,7 @@ from shardtune.config.foreign import rules
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.sharding import FSDP_CONFIG, sharding
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.values import as_number, clip, is_on, listed, number, optimizer, whole_number
+from shardtune.config.foreign.values import as_number, clip, is_on, listed, number, optimizer, whole, whole_number
 
 HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
 LAST_ROWS = "the rows after the last whole step of an epoch are a smaller step; data.transform may drop rows"
@@ -117,7 +117,16 @@ TRAINING_ARGUMENTS: Table = {
 }
 
 
-def training_arguments(c: Conversion, *, logging: int, rate: float, precision: str) -> None:
+def training_arguments(
+    c: Conversion,
+    *,
+    logging: int,
+    rate: float,
+    precision: str,
+    schedule: str = "linear",
+    evaluation: str = "no",
+    evaluation_steps: int | None = None,
+) -> None:
     """Read the keys that mean something together.
 
     Args:
@@ -125,11 +134,13 @@ def training_arguments(c: Conversion, *, logging: int, rate: float, precision: s
         logging: the default of `logging_steps`.
         rate: the default of `learning_rate`.
         precision: the dtype of the computation where neither `bf16` nor `fp16` is set.
+        schedule, evaluation, evaluation_steps: the defaults of `lr_scheduler_type`, `eval_strategy` and `eval_steps`;
+            steps are those of `logging_steps` unless they are given.
     """
     total = rules.total_steps(c, "max_steps")
     rules.length_of_run(c, "num_train_epochs", "max_steps", default=3)
     peak = number(c.get("learning_rate")) or rate
-    has_warmup = rules.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", default="linear", total=total, rate=peak)
+    has_warmup = rules.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", default=schedule, total=total, rate=peak)
     if has_warmup:
         rules.warmup(c, "warmup_steps", "warmup_ratio", total)
     else:
@@ -137,7 +148,9 @@ def training_arguments(c: Conversion, *, logging: int, rate: float, precision: s
     rules.choose_optimizer(c, "optim", "optim_args")
     _precision(c, precision)
     sharding(c)
-    _intervals(c, total, logging)
+    every = number(c.get("logging_steps", logging))
+    every_steps = int(every) if every and every >= 1 else None
+    _intervals(c, total, evaluation, every_steps if evaluation_steps is None else evaluation_steps)
     rules.run_directory(c, "output_dir", "run_name")
     _logging(c, logging, total)
     if c.has("report_to"):
@@ -165,16 +178,15 @@ def _precision(c: Conversion, neither: str) -> None:
     c.put("actor.model.precision", kind, "bf16", "fp16", comment=comment)
 
 
-def _intervals(c: Conversion, total: int | None, logging: int) -> None:
+def _intervals(c: Conversion, total: int | None, evaluation: str, every: int | None) -> None:
     strategy = "evaluation_strategy" if c.has("evaluation_strategy") else "eval_strategy"
-    every = number(c.get("logging_steps", logging))
     rules.interval(
         c,
         "runner.eval_interval",
         strategy,
         "eval_steps",
-        default="no",
-        every=int(every) if every and every >= 1 else None,
+        default=evaluation,
+        every=every,
         total=total,
     )
     rules.interval(c, "runner.save_interval", "save_strategy", "save_steps", default="steps", every=500, total=total)
@@ -182,12 +194,13 @@ def _intervals(c: Conversion, total: int | None, logging: int) -> None:
 
 
 def _kept(c: Conversion) -> None:
-    limit = c.get("save_total_limit")
-    if limit is not None:
+    limit = whole(c.get("save_total_limit"))
+    if limit is not None and limit > 0:
         c.put("runner.keep_last", limit, "save_total_limit")
-    elif "runner.save_interval" in c.lines:
+        return
+    if "runner.save_interval" in c.lines:
         c.notes.append(f"{c.trainer} keeps every checkpoint unless save_total_limit is given; here runner.keep_last, 3")
-        c.record("save_total_limit", Kind.DEFAULT, "runner.keep_last: 3")
+    c.record("save_total_limit", Kind.DEFAULT, "runner.keep_last: 3")
 
 
 def _logging(c: Conversion, default: int, total: int | None) -> None:

@@ -26,6 +26,7 @@ FILES = {
     "rlinf.yaml": "RLinf",
     "torchtitan.toml": "torchtitan",
     "verl.yaml": "verl",
+    "swift.yaml": "ms-swift",
 }
 SMALLEST: dict[str, dict[str, Any]] = {
     "trl": {"model_name_or_path": "org/model", "dataset_name": "org/rows"},
@@ -58,6 +59,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
         "training": {"dataset": "c4", "steps": 20},
         "optimizer": {"lr": 3e-4},
     },
+    "ms-swift": {"model": "org/model", "dataset": ["org/rows"]},
     "verl": {"model": {"path": "org/model"}, "data": {"train_files": "rows.parquet"}, "trainer": {"nnodes": 1}},
 }
 """The fewest keys of each trainer."""

@@ -77,8 +77,8 @@ def test_commands_of_trl_that_do_not_fine_tune_are_refused(typed: str, command: 
     [
         ("--seed 1 --seed 2", "--seed is given twice"),
         ("a.yaml b.yaml", "one"),
-        ("NPROC_PER_NODE=8 swift sft --model a --dataset b", r"ms-swift(.|\n)*swift sft"),
-        ("\"swift sft --system 'a b' \\\\\n --model a\"", r"ms-swift(.|\n)*swift sft"),
+        ("NPROC_PER_NODE=8 swift rlhf --rlhf_type dpo", r"swift rlhf is no supervised(.|\n)*swift sft or swift pt"),
+        ("'swift infer --model a'", "swift infer is no supervised"),
         ("'trl sft --seed \"1'", "cannot be read as a line of a shell: No closing quotation"),
         ("megatron sft --model a --micro_batch_size 1", r"ms-swift(.|\n)*megatron sft"),
         ("llamafactory-cli export a.yaml", r"export trains nothing(.|\n)*shardtune export RUN FOLDER --merge"),

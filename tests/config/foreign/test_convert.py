@@ -94,6 +94,8 @@ def test_the_fewest_keys_are_enough_and_an_empty_value_is_the_default(of, traine
         ("torchtune", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss"),
         ("nemo", {"recipe": "TrainEagle3Recipe"}, "TrainEagle3Recipe"),
         ("torchtitan", {"model": {"name": "flux"}}, "draws images"),
+        ("ms-swift", {"rlhf_type": "dpo"}, "rlhf_type: dpo"),
+        ("ms-swift", {"mcore_model": "x", "micro_batch_size": 1}, "for Megatron"),
         ("verl", {"actor_rollout_ref": {"model": {"path": "x"}}}, "verl with actor_rollout_ref"),
         ("nemo", {"recipe": {"_target_": "nemo_automodel.recipes.retrieval.TrainBiEncoderRecipe"}}, "embedding or"),
     ],
@@ -139,8 +141,7 @@ def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
             convert(CommandLine(tmp_path / "x.yaml"))
     for keys, says in (
         ("exp_name: ???\nn_epochs: 1\nlocal_run_dir: '${exp_name}'", r"value is \?\?\?(.|\n)*defaults"),
-        ("model: org/model\ndataset: [org/rows]\nlora_rank: 8\nlearning_rate: 1e-4\nwarmup_ratio: 0.1", "of ms-swift"),
-        ("model_type: qwen\nsft_type: lora\ndataset: org/rows", "of ms-swift"),
+        ("model: org/model\ndataset: [org/rows]\nmicro_batch_size: 1\nfinetune: true", "for Megatron"),
         ("model: org/model\npeft_config: {name: lora, export_dir: x}", "llamafactory-cli export"),
         ("model_name_or_path: org/model\ntemplate: a\nexport_dir: x\nexport_size: 5", "llamafactory-cli export"),
         ("model: org/model\ntrain_dataset: rows.yaml\nlearning_rate: 1e-4\nbf16: false", "v1 trainer"),
