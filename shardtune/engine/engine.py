@@ -93,7 +93,7 @@ class TrainEngine:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in self._methods:
-            raise no_method(self._kind, name, self._methods)
+            raise no_method(unwrapped(self._module)[0], name, self._methods)
         return partial(self._call, self._methods[name])
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -50,6 +50,7 @@ class Gradients:
         self.passed = False
         self._shared: Sequence[torch.Tensor] = ()
         self._after_pass: dict[int, torch.Tensor] = {}
+        self._counted: list[torch.Tensor] = []
 
     @contextmanager
     def counted(self, share: float, shared: Sequence[object] | None) -> Iterator[None]:
@@ -62,6 +63,7 @@ class Gradients:
         plain, thread = torch.autograd.backward, threading.get_ident()
         inside, self.passed = False, False
         self._after_pass.clear()
+        self._counted.clear()
         self._shared = [leaf for leaf in tree_iter(shared or ()) if isinstance(leaf, torch.Tensor)]
 
         def backward(
@@ -81,10 +83,12 @@ class Gradients:
             self._reach()
             inside = self.passed = True
             try:
-                scaled = grad_tensors if share == 1.0 else _scaled(tensors, grad_tensors, share)
+                scaled = grad_tensors if share == 1.0 else self._scaled(tensors, grad_tensors, share)
                 alone = 1.0 if shared is not None else share
+                counted = own_leaves(_listed(tensors)) if share != alone else []
                 with self._for_inputs(inputs) as others, self._settled(), self._own_gradients(tensors, alone):
                     plain(tensors, scaled, retain_graph, create_graph, grad_variables, others)
+                self._counted += counted
             finally:
                 inside = False
 
@@ -97,6 +101,25 @@ class Gradients:
                 yield
         finally:
             torch.autograd.backward = plain
+
+    def _scaled(self, tensors: Roots, grads: Grads, share: float) -> Grads:
+        """The gradients to begin with, times the share, which those have that an earlier pass has left at a leaf.
+
+        Worked example: `hidden.backward(leaf.grad)`, after `leaf = hidden.detach().requires_grad_()` and a pass to it.
+        """
+        several = isinstance(tensors, Sequence)
+        roots = list(tensors) if several else [tensors]
+        given = [None] * len(roots) if grads is None else list(grads) if isinstance(grads, Sequence) else [grads]
+        counted = {leaf.grad.untyped_storage().data_ptr() for leaf in self._counted if leaf.grad is not None}
+        made: list[torch.Tensor | None] = []
+        for root, grad in zip(roots, given, strict=True):
+            if grad is None and isinstance(root, torch.Tensor) and root.numel() == 1:
+                grad = torch.ones_like(root)
+            elif grad is not None and grad.untyped_storage().data_ptr() in counted:
+                made.append(grad)
+                continue
+            made.append(grad * share if grad is not None else None)
+        return made if several else made[0]
 
     @contextmanager
     def _own_gradients(self, roots: Roots, share: float) -> Iterator[None]:
@@ -147,8 +170,8 @@ class Gradients:
         try:
             yield
         except RuntimeError as error:
-            if self._ranks.mesh is not None and "storage of size 0" in str(error):
-                raise _freed() from error
+            if self._ranks.mesh is not None and any(sign in str(error) for sign in _FREED):
+                raise _freed(self._ranks.layout.flat) from error
             raise
         if self._ranks.mesh is not None:
             self._weights.unit_calls.end_pass()
@@ -205,10 +228,11 @@ class Gradients:
         if not any(id(tensor) in own for tensor in wanted):
             if create_graph:
                 self._check_first_order(outputs, "torch.autograd.grad(…, create_graph=True)")
-            return torch.autograd.grad(
-                outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused,
-                is_grads_batched, materialize_grads,
-            )  # fmt: skip
+            with self._weights.unit_calls.for_inputs():
+                return torch.autograd.grad(
+                    outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused,
+                    is_grads_batched, materialize_grads,
+                )  # fmt: skip
         if create_graph or is_grads_batched or not all(id(tensor) in own for tensor in wanted):
             raise ModelError(
                 "gradients of the module's parameters are summed over ranks, outside of the graph: there are no "
@@ -325,12 +349,18 @@ def _agreed_loss(ranks: Ranks, closure: Callable[[], torch.Tensor | float]) -> C
     return agreed
 
 
-def _freed() -> ModelError:
+_FREED = ("storage of size 0", "its data is not allocated yet", "must be a matrix, got 1-D tensor")
+"""Of torch's errors in a backward pass through a forward whose weights are not gathered."""
+
+
+def _freed(flat: bool) -> ModelError:
     return ModelError(
-        "a second backward pass through one forward needs weights that have been freed after the first",
+        "a backward pass needs weights that are not gathered: they are for the first pass through a forward, and where "
+        "it comes to what the forward has returned",
         where="backward()",
-        remedy='add up the losses and call backward() once, or use executor="fsdp2", with which a pass with '
-        "retain_graph=True keeps them",
+        remedy="add up the losses and call backward() once; of what was kept in a forward (by a hook, in "
+        "past_key_values) let the loss also use what that forward returns: loss + 0 * output.sum()"
+        + ('; or use executor="fsdp2", which keeps them for a pass with retain_graph=True' if flat else ""),
     )
 
 
@@ -353,16 +383,3 @@ def one_by_one_if_mixed(group: dict[str, Any]) -> None:
 
 def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
-
-
-def _scaled(tensors: Roots, grads: Grads, share: float) -> Grads:
-    """The gradients to begin with, times the share."""
-    several = isinstance(tensors, Sequence)
-    roots = list(tensors) if several else [tensors]
-    given = [None] * len(roots) if grads is None else list(grads) if isinstance(grads, Sequence) else [grads]
-    made = []
-    for root, grad in zip(roots, given, strict=True):
-        if grad is None and isinstance(root, torch.Tensor) and root.numel() == 1:
-            grad = torch.ones_like(root)
-        made.append(grad * share if grad is not None else None)
-    return made if several else made[0]

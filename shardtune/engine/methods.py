@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -27,6 +29,8 @@ OVERRIDDEN = (
 )
 """Those that a class may have its own of."""
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+CACHED: type = type(functools.lru_cache(int))
+"""What `functools.cache` and `lru_cache` make of a function."""
 WEIGHTS = "weights"
 """The parameter of a method that receives the weights of its samples."""
 
@@ -89,8 +93,7 @@ def read_methods(kind: type[BaseTrainModule], taken: Collection[str]) -> dict[st
     found: dict[str, Method] = {}
     for owner in own_classes(kind):
         for name, value in vars(owner).items():
-            plain = value.__func__ if isinstance(value, staticmethod) else value
-            if name.startswith("_") or name in HOOKS or name in found or not inspect.isfunction(plain):
+            if name.startswith("_") or name in HOOKS or name in found or not _is_method(value):
                 continue
             if name in taken:
                 raise ModelError(
@@ -98,10 +101,18 @@ def read_methods(kind: type[BaseTrainModule], taken: Collection[str]) -> dict[st
                     where=f"class {owner.__name__}",
                     remedy=f"rename it (for example my_{name}); reserved names are {', '.join(sorted(taken))}",
                 )
-            found[name] = Method(name, _signature(plain, bound=not isinstance(value, staticmethod)))
+            found[name] = Method(name, _signature(kind, value))
     if kind.forward is not nn.Module.forward:
-        found["forward"] = Method("forward", _signature(kind.forward, bound=True))
+        found["forward"] = Method("forward", _signature(kind, kind.forward))
     return found
+
+
+def _is_method(value: object) -> bool:
+    """Whether what a class has under a name is a method: a function, decorated by the standard library's or not."""
+    if isinstance(value, staticmethod):
+        return _is_method(value.__func__)
+    kept = isinstance(value, functools.partialmethod | functools.singledispatchmethod)
+    return kept or inspect.isfunction(value) or isinstance(value, CACHED)
 
 
 def _check_hooks(classes: Sequence[type]) -> None:
@@ -119,14 +130,33 @@ def _check_hooks(classes: Sequence[type]) -> None:
                 )
 
 
-def no_method(kind: type, name: str, methods: Mapping[str, Method]) -> AttributeError:
-    """The error for an unknown method name."""
+def no_method(module: BaseTrainModule, name: str, methods: Mapping[str, Method]) -> AttributeError:
+    """The error for an unknown method name.
+
+    Args:
+        module: of the engine.
+        name: that was asked for.
+        methods: that there are.
+    """
+    kind = type(module)
     near = difflib.get_close_matches(name, methods, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
+    of_class = inspect.getattr_static(kind, name, None)
+    has = of_class is not None or any(name in vars(module)[held] for held in ("_modules", "_parameters", "_buffers"))
+    if has or name in vars(module):
+        inherited = callable(of_class) and not any(name in vars(owner) for owner in own_classes(kind))
+        what = "is inherited" if inherited else "is no method"
+        use = f"self.{name}(…)" if callable(of_class) else f"self.{name}"
+        return AttributeError(
+            f"{kind.__name__}.{name} {what}, and the module is on the ranks: write a method that uses {use}; those of "
+            f"your classes are {', '.join(sorted(methods))}{hint}"
+        )
     return AttributeError(f"{kind.__name__} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}")
 
 
-def _signature(function: Callable[..., object], *, bound: bool) -> inspect.Signature:
-    signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())
-    return signature.replace(parameters=parameters[1:] if bound else parameters)
+def _signature(kind: type, value: Any) -> inspect.Signature:
+    """The signature of what a class has as a method, as it is called on an object."""
+    signature = inspect.signature(value.__get__(None, kind))
+    if isinstance(value, staticmethod):
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

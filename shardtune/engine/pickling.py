@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
@@ -222,6 +225,30 @@ def detached(value: T, in_rows: Callable[[torch.Tensor], torch.Tensor], *, copy:
             leaf = leaf.full_tensor()
         if isinstance(leaf, torch.Tensor):
             leaf = returned(leaf)
-        return leaf.detach().to("cpu", copy=copy) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach() if leaf.is_meta else leaf.detach().to("cpu", copy=copy)
+        held = dataclass_values(leaf)
+        return (
+            leaf if held is None else _with_values(leaf, {name: tree_map(taken, each) for name, each in held.items()})
+        )
 
     return tree_map(taken, value)
+
+
+def dataclass_values(value: object) -> dict[str, object] | None:
+    """The values of a dataclass's fields, of those that are set; None: it is none."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return None
+    found: dict[str, object] = {}
+    for field in fields(value):
+        with suppress(AttributeError):
+            found[field.name] = object.__getattribute__(value, field.name)
+    return found
+
+
+def _with_values(value: object, held: Mapping[str, object]) -> object:
+    """A copy of a dataclass with other values, without a call of its `__init__`, which may compute."""
+    made = copy.copy(value)
+    for name, each in held.items():
+        object.__setattr__(made, name, each)  # a frozen one, too
+    return made

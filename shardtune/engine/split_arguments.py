@@ -3,6 +3,7 @@ those that share a sequence."""
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 
 from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.packing import deal
+from shardtune.engine.pickling import dataclass_values
 from shardtune.errors import DataError
 from shardtune.parallel.torch_private.operations import named_fields
 
@@ -189,12 +191,12 @@ def _check_outermost(values: Sequence[object]) -> None:
 
 
 def _holds_mark(value: object) -> bool:
-    """Whether a mark is in a container, at any depth of dicts; of lists the first value is read."""
+    """Whether a mark is in a container, at any depth of dicts and dataclasses; of lists the first value is read."""
     if isinstance(value, Mapping):
         return any(isinstance(each, NeedParallel) or _holds_mark(each) for each in value.values())
     if isinstance(value, list | tuple):
         return any(isinstance(each, NeedParallel) for each in value) or (bool(value) and _holds_mark(value[0]))
-    return False
+    return any(isinstance(each, NeedParallel) or _holds_mark(each) for each in (dataclass_values(value) or {}).values())
 
 
 def _dealt(
@@ -360,12 +362,17 @@ def _tokens(marked: Sequence[NeedParallel[object]], layout: Layout) -> int | Non
     return tokens
 
 
-def _size(data: object) -> int:
-    """The number of samples; what a dict holds has to have as many of each."""
+def _size(data: object, place: str = "") -> int:
+    """The number of samples; what a dict holds has to have as many of each.
+
+    Args:
+        data: samples, or a dict or named tuple of them.
+        place: where they are in what was given, for messages.
+    """
     fields = _fields(data)
     if fields is None:
-        return len(_samples(data))
-    sizes = {key: _size(value) for key, value in fields.items()}
+        return len(_samples(data, place))
+    sizes = {key: _size(value, f"{key!r} of the {type(data).__name__}: ") for key, value in fields.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"the values of the {type(data).__name__} have different numbers of samples: "
@@ -386,18 +393,21 @@ def _fields(data: object) -> Mapping[str, object] | None:
     return named_fields(data)
 
 
-def _samples(data: object) -> Samples:
+def _samples(data: object, place: str = "") -> Samples:
     if isinstance(data, list | tuple | np.ndarray | torch.Tensor):
-        if isinstance(data, torch.Tensor) and (data.is_sparse or data.is_sparse_csr):
+        if isinstance(data, torch.Tensor) and (data.layout != torch.strided or data.is_nested):
+            listed = "a list with a tensor for each sample"
             raise DataError(
-                "a sparse tensor cannot be divided",
+                f"{place}a {'nested' if data.is_nested else 'sparse'} tensor cannot be divided",
                 where=WHERE,
-                remedy="give a dense one (to_dense()), or a list with a tensor for each sample",
+                remedy=f"give {listed}: list(tensor.unbind())"
+                if data.is_nested
+                else f"give a dense one (to_dense()), or {listed}",
             )
         if isinstance(data, list | tuple) or data.ndim:
             return data
     raise DataError(
-        f"a {type(data).__name__} has no samples to divide",
+        f"{place}a {type(data).__name__} has no samples to divide",
         where=WHERE,
         remedy="give a list, a tuple, a tensor or an array with samples along its first dimension, or a dict or named "
         "tuple of such; what is not divided is an argument of its own, without NeedParallel",
@@ -416,6 +426,11 @@ def _map(data: object, take: Callable[[Samples], object]) -> object:
     taken = {key: _map(value, take) for key, value in fields.items()}
     if isinstance(data, UserDict):  # batches of transformers: batch.to(device)
         return type(data)(taken)
+    if isinstance(data, dict) and type(data) is not dict:  # outputs of transformers: output.logits
+        made = copy.copy(data)
+        for key, value in taken.items():
+            made[key] = value
+        return made
     return taken if isinstance(data, Mapping) else cast(Any, type(data))(**taken)
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import NoReturn
@@ -142,6 +143,15 @@ class UnitCalls:
         """Begin backward passes of a user's, which `end_pass` or `agree` ends; gradients that there are stay."""
         self.filling.on = bool(self._summed)
         self.filling.used.update(id(each) for each in self._summed.values() if each.grad is not None)
+
+    @contextmanager
+    def for_inputs(self) -> Iterator[None]:
+        """Inside, backward passes give no parameter a gradient, zeros included."""
+        before, self.filling.on = self.filling.on, False
+        try:
+            yield
+        finally:
+            self.filling.on = before
 
     def end_pass(self) -> None:
         """Compare what ranks have done since the last comparison, and settle the gradients.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import subprocess
 import sys
@@ -113,6 +114,51 @@ def test_a_typo_fails_on_the_spot_with_the_list(model: Path):
         engine.step_by_mean()
     assert "on_weights_materialized" not in engine.methods
     assert "forward" in engine.methods
+
+
+class Decorated(nn.Fsdp2TrainModule):
+    """Methods of several kinds, and what is none."""
+
+    steps = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.Linear(2, 2)
+
+    @functools.cache  # noqa: B019
+    def plus(self, number: int) -> int:
+        return self.steps + number
+
+    def scaled(self, number: int, factor: int) -> int:
+        return number * factor
+
+    doubled = functools.partialmethod(scaled, factor=2)
+
+    @staticmethod
+    def minus(number: int) -> int:
+        return -number
+
+    @property
+    def width(self) -> int:
+        return 2
+
+    @classmethod
+    def load(cls) -> None:
+        """The engine has one; a method of the class is called without an engine."""
+
+
+def test_decorated_functions_are_methods_and_what_is_none_is_said():
+    with TrainEngine(Decorated()).build() as engine:
+        assert [engine.plus(2), engine.plus(2), engine.doubled(4), engine.minus(1)] == [[5], [5], [8], [-1]]
+        with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+            engine.doubled(4, other=1)
+        for name in ("encoder", "steps", "width"):
+            with pytest.raises(AttributeError, match=rf"{name} is no method, .*write a method that uses self\.{name};"):
+                getattr(engine, name)
+        with pytest.raises(
+            AttributeError, match=r"state_dict is inherited, .*write a method that uses self\.state_dict\("
+        ):
+            engine.state_dict()
 
 
 class Clashing(Trained):

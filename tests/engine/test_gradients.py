@@ -71,6 +71,19 @@ class Net(nn.Fsdp2TrainModule):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def step_in_two_passes(self, x: torch.Tensor) -> None:
+        hidden = torch.tanh(self.first(x))
+        leaf = hidden.detach().requires_grad_()
+        self.last(leaf).square().mean().backward()
+        hidden.backward(leaf.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def after_gradient_of_input(self, x: torch.Tensor) -> list[bool]:
+        x = x.clone().requires_grad_()
+        torch.autograd.grad(self(x).square().mean(), x)
+        return [parameter.grad is None for parameter in self.parameters()]
+
     def states(self) -> dict[str, dict[str, torch.Tensor]]:
         return {
             name: {key: each for key, each in self.optimizer.state[p].items() if isinstance(each, torch.Tensor)}
@@ -114,6 +127,28 @@ def test_leaves_have_the_gradients_of_one_process(two_ranks: TrainEngine, execut
     assert not other
     (line,) = said
     assert "Net.of_all: .grad of the argument [5], which is not divided among ranks, is of this rank's samples" in line
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_backward_pass_goes_on_from_the_gradient_of_a_leaf(two_ranks: TrainEngine, executor: Any) -> None:
+    """That has been counted by the rank's share already: here 1 of 3 rows, and 2 of 3."""
+    rows = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    plain = Net(torch.optim.SGD)
+    plain.on_weights_materialized()
+    with TrainEngine(Net(torch.optim.SGD), executor).build(colocate_with=two_ranks, take_turns=False) as engine:
+        for _ in range(2):
+            plain.step_in_two_passes(rows)
+            engine.step_in_two_passes(NeedParallel(rows))
+        found = dict(engine.named_tensors())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_gradient_of_an_input_leaves_parameters_without_one(two_ranks, executor: Any, rows) -> None:
+    """Not with zeros, by which an optimizer would decay weights and go on by their momentum."""
+    with TrainEngine(Net(), executor).build(colocate_with=two_ranks, take_turns=False) as engine:
+        assert engine.after_gradient_of_input(NeedParallel(rows)) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +138,40 @@ def test_the_attribute_that_cannot_be_sent_is_named():
         ParallelError, match=r"the module cannot be sent between processes, for its attribute 0\.lock: "
     ):
         check_sendable(module, "Net", "the module")
+
+
+@dataclass(slots=True)
+class Kept:
+    parts: list[torch.Tensor]
+    graph: torch.Tensor
+    unset: int = field(init=False)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    kept: Kept
+    shape: torch.Tensor
+
+
+class Holding(nn.Fsdp2TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear(3, 2)
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=RATE)
+
+    def roll(self, rows: torch.Tensor) -> list[Rollout]:
+        kept = Kept([self.layer.weight], self.layer(rows))
+        return [Rollout(kept, torch.empty(5, device="meta"))]
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1"])
+def test_weights_in_dataclasses_arrive_whole_and_without_a_graph(two_ranks: TrainEngine, executor: Any):
+    module = Holding()
+    for ranks in (None, two_ranks):
+        with TrainEngine(module, executor).build(colocate_with=ranks, take_turns=False) as engine:
+            (first, *_) = engine.roll(ROWS.float())
+        assert torch.equal(first[0].kept.parts[0], module.layer.weight.detach())
+        assert not first[0].kept.graph.requires_grad
+        assert first[0].shape.is_meta

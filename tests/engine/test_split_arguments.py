@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding
+from transformers.modeling_outputs import CausalLMOutput
 
 from shardtune import NeedParallel
 from shardtune.config.rank_layout import Layout
@@ -60,6 +63,11 @@ def test_named_tuples_and_batches_of_transformers_keep_their_class():
     assert isinstance(first.args[0], Batch)
     (whole,) = parts(BatchEncoding({"input_ids": torch.zeros(2, 3)}), Layout())
     assert whole.args[0].to("cpu").input_ids.shape == (2, 3)
+    outputs = CausalLMOutput(logits=torch.arange(4))
+    assert [part.args[0].logits.tolist() for part in parts(outputs, Layout(1, 2))] == [[0, 1], [2, 3]]
+    assert outputs.logits.tolist() == [0, 1, 2, 3], "the caller's stays as it is"
+    (grouped,) = parts(defaultdict(list, a=[1, 2]), Layout())
+    assert grouped.args[0]["b"] == []
 
 
 def test_ranks_that_share_a_model_get_the_same_samples():
@@ -99,7 +107,9 @@ def test_nothing_marked_goes_to_all_alike():
         ({"a": [1], "b": [1, 2]}, {}, "of the dict have different numbers of samples: 'a' 1, 'b' 2"),
         (Batch([1], torch.zeros(2)), {}, "of the Batch have different numbers of samples: 'rows' 1, 'targets' 2"),
         ({"a": [1], "b": None}, {}, "a NoneType has no samples"),
+        ({"a": [1], "b": {"c": None}}, {}, "'c' of the dict: a NoneType has no samples"),
         (torch.eye(2).to_sparse(), {}, "a sparse tensor cannot be divided"),
+        (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), {}, "a nested tensor cannot be divided"),
         ([1, 2], {"weights": [1]}, "1 weights for 2 samples"),
         ([1, 2], {"weights": [1, float("nan")]}, "a weight is nan"),
         ([1, 2], {"weights": [1, float("inf")]}, "a weight is inf"),
@@ -120,7 +130,16 @@ def test_what_cannot_be_divided_is_refused(data: object, options: dict, told: st
         parts(data, Layout(1, 1, sequence=2), **options)
 
 
-@pytest.mark.parametrize("argument", [{"a": {"b": NeedParallel([1, 2])}}, [3, NeedParallel([1, 2])]])
+@dataclass(slots=True)
+class Rollout:
+    rows: object
+    rewards: list[float] = field(init=False)
+
+
+MARKED = [{"a": {"b": NeedParallel([1, 2])}}, [3, NeedParallel([1, 2])], Rollout([NeedParallel([1])])]
+
+
+@pytest.mark.parametrize("argument", MARKED)
 def test_a_mark_inside_an_argument_is_refused(argument: object):
     with pytest.raises(DataError, match=f"inside a {type(argument).__name__}, where nothing divides it"):
         divide([], {"batch": argument}, Layout(2), weighed=False)
