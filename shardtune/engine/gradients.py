@@ -275,6 +275,25 @@ class Gradients:
         for parameter in self._weights.parameters.values() if self.passed else ():
             parameter.grad = None
 
+    def _refuse_whole_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step with a gradient that a method has put there as a whole, where ranks have parts of the weight.
+
+        Raises:
+            ModelError: one is.
+        """
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in self._weights.parameters.items():
+            if id(parameter) not in stepped or not isinstance(parameter, DTensor):
+                continue
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+                raise ModelError(
+                    f"{name}.grad is a whole tensor that the method has set, and ranks have parts of the weight",
+                    where="optimizer.step()",
+                    remedy="compute gradients parameter by parameter from those that there are, without joining them "
+                    "(torch.cat, parameters_to_vector): parameter.grad = one + two; the dot product of all is "
+                    'sum((a * b).sum() for a, b in zip(ones, twos)); or use executor="ddp"',
+                )
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside, the steps of optimizers over the module's parameters reach its next forward."""
@@ -287,6 +306,7 @@ class Gradients:
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if concerns(optimizer):
                 self._reach()
+                self._refuse_whole_gradients(optimizer)
                 self._weights.begin_update()
                 self._weights.whole.stepping = True
                 for group in optimizer.param_groups:
@@ -349,7 +369,7 @@ def _agreed_loss(ranks: Ranks, closure: Callable[[], torch.Tensor | float]) -> C
     return agreed
 
 
-_FREED = ("storage of size 0", "its data is not allocated yet", "must be a matrix, got 1-D tensor")
+_FREED = ("storage of size 0", "its data is not allocated yet")
 """Of torch's errors in a backward pass through a forward whose weights are not gathered."""
 
 

@@ -84,6 +84,14 @@ class Net(nn.Fsdp2TrainModule):
         torch.autograd.grad(self(x).square().mean(), x)
         return [parameter.grad is None for parameter in self.parameters()]
 
+    def step_by_joined(self, x: torch.Tensor) -> None:
+        self(x).square().mean().backward()
+        parameters = list(self.parameters())
+        joined = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+        for parameter, grad in zip(parameters, joined.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = grad.view_as(parameter).clone()
+        self.optimizer.step()
+
     def states(self) -> dict[str, dict[str, torch.Tensor]]:
         return {
             name: {key: each for key, each in self.optimizer.state[p].items() if isinstance(each, torch.Tensor)}
@@ -142,6 +150,54 @@ def test_a_backward_pass_goes_on_from_the_gradient_of_a_leaf(two_ranks: TrainEng
         found = dict(engine.named_tensors())
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-15)
+
+
+def test_a_gradient_that_is_whole_beside_a_part_of_a_weight_is_refused(two_ranks: TrainEngine, rows) -> None:
+    for executor in EXECUTORS[::2]:
+        with TrainEngine(Net(), executor).build(colocate_with=two_ranks, take_turns=False) as engine:
+            if executor == "ddp":
+                engine.step_by_joined(NeedParallel(rows))
+                continue
+            with pytest.raises(ModelError, match=r"first\.weight\.grad is a whole tensor that the method has set"):
+                engine.step_by_joined(NeedParallel(rows))
+
+
+class Kept(Net):
+    """One unit, of which a hook keeps a tensor from inside."""
+
+    @property
+    def non_split_modules(self) -> set[type]:
+        return {torch.nn.Sequential}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh(), torch.nn.Linear(5, 5)).double()
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+    def of_kept(self, x: torch.Tensor, returned: bool) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        handle = self.blocks[1].get_submodule("0").register_forward_hook(lambda *call: kept.append(call[2]))
+        out = self(x)
+        handle.remove()
+        (kept[0].square().mean() + (0 * out.sum() if returned else 0)).backward()
+        grad = self.blocks[0].get_submodule("0").weight.grad
+        assert isinstance(grad, torch.Tensor)
+        return grad
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "ddp"])
+def test_a_loss_of_what_was_kept_inside_of_a_unit(two_ranks: TrainEngine, executor: Any, rows) -> None:
+    wanted = Kept().of_kept(rows, False)
+    with TrainEngine(Kept(), executor).build(colocate_with=two_ranks, take_turns=False) as engine:
+        with pytest.raises(ModelError, match=r"let the loss also use what that forward returns: loss \+ 0 \* output"):
+            engine.of_kept(NeedParallel(rows), returned=False)
+        for found in engine.of_kept(NeedParallel(rows), returned=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
