@@ -375,8 +375,8 @@ _FREED = ("storage of size 0", "its data is not allocated yet")
 
 def _freed(flat: bool) -> ModelError:
     return ModelError(
-        "a backward pass needs weights that have been freed: it is the second through one forward, or comes to what was "
-        "kept inside of one and not returned",
+        "a backward pass needs weights that have been freed: it is the second through one forward, or comes to what "
+        "was kept inside of one and not returned",
         where="backward()",
         remedy="add up the losses and call backward() once; of what was kept in a forward (by a hook, in "
         "past_key_values) let the loss also use what that forward returns: loss + 0 * output.sum()"
