@@ -63,7 +63,6 @@ class Gradients:
         plain, thread = torch.autograd.backward, threading.get_ident()
         inside, self.passed = False, False
         self._after_pass.clear()
-        self._counted.clear()
         self._shared = [leaf for leaf in tree_iter(shared or ()) if isinstance(leaf, torch.Tensor)]
 
         def backward(
@@ -101,6 +100,7 @@ class Gradients:
                 yield
         finally:
             torch.autograd.backward = plain
+            self._counted.clear()
 
     def _scaled(self, tensors: Roots, grads: Grads, share: float) -> Grads:
         """The gradients to begin with, times the share, which those have that an earlier pass has left at a leaf.
@@ -110,12 +110,12 @@ class Gradients:
         several = isinstance(tensors, Sequence)
         roots = list(tensors) if several else [tensors]
         given = [None] * len(roots) if grads is None else list(grads) if isinstance(grads, Sequence) else [grads]
-        counted = {leaf.grad.untyped_storage().data_ptr() for leaf in self._counted if leaf.grad is not None}
+        counted = {_place(leaf.grad) for leaf in self._counted} - {None}
         made: list[torch.Tensor | None] = []
         for root, grad in zip(roots, given, strict=True):
             if grad is None and isinstance(root, torch.Tensor) and root.numel() == 1:
                 grad = torch.ones_like(root)
-            elif grad is not None and grad.untyped_storage().data_ptr() in counted:
+            elif grad is not None and _place(grad) in counted:
                 made.append(grad)
                 continue
             made.append(grad * share if grad is not None else None)
@@ -399,6 +399,13 @@ def one_by_one_if_mixed(group: dict[str, Any]) -> None:
     kinds = {_mesh(parameter) for parameter in group["params"]}
     if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
         group["foreach"] = False
+
+
+def _place(tensor: torch.Tensor | None) -> int | None:
+    """The place of a plain tensor's values in memory; None: it has none of its own."""
+    if tensor is None or isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    return tensor.untyped_storage().data_ptr() or None
 
 
 def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import io
@@ -10,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy as shallow_copy
 from dataclasses import fields, is_dataclass
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
@@ -218,6 +218,8 @@ def detached(value: T, in_rows: Callable[[torch.Tensor], torch.Tensor], *, copy:
         copy: also copy what is in host memory already, so that the caller's does not change with the module's.
     """
 
+    copies: dict[int, object] = {}
+
     def taken(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             leaf = in_rows(leaf)
@@ -228,9 +230,13 @@ def detached(value: T, in_rows: Callable[[torch.Tensor], torch.Tensor], *, copy:
         if isinstance(leaf, torch.Tensor):
             return leaf.detach() if leaf.is_meta else leaf.detach().to("cpu", copy=copy)
         held = dataclass_values(leaf)
-        return (
-            leaf if held is None else _with_values(leaf, {name: tree_map(taken, each) for name, each in held.items()})
-        )
+        if held is None:
+            return leaf
+        if id(leaf) not in copies:  # one that leads back to itself is copied once
+            copies[id(leaf)] = made = shallow_copy(leaf)
+            for name, each in held.items():
+                object.__setattr__(made, name, tree_map(taken, each))  # of a frozen one, too; __init__ may compute
+        return copies[id(leaf)]
 
     return tree_map(taken, value)
 
@@ -244,11 +250,3 @@ def dataclass_values(value: object) -> dict[str, object] | None:
         with suppress(AttributeError):
             found[field.name] = object.__getattribute__(value, field.name)
     return found
-
-
-def _with_values(value: object, held: Mapping[str, object]) -> object:
-    """A copy of a dataclass with other values, without a call of its `__init__`, which may compute."""
-    made = copy.copy(value)
-    for name, each in held.items():
-        object.__setattr__(made, name, each)  # a frozen one, too
-    return made

@@ -190,13 +190,17 @@ def _check_outermost(values: Sequence[object]) -> None:
             )
 
 
-def _holds_mark(value: object) -> bool:
+def _holds_mark(value: object, seen: frozenset[int] = frozenset()) -> bool:
     """Whether a mark is in a container, at any depth of dicts and dataclasses; of lists the first value is read."""
+    if id(value) in seen:  # a dataclass that leads back to itself
+        return False
     if isinstance(value, Mapping):
-        return any(isinstance(each, NeedParallel) or _holds_mark(each) for each in value.values())
+        return any(isinstance(each, NeedParallel) or _holds_mark(each, seen) for each in value.values())
     if isinstance(value, list | tuple):
-        return any(isinstance(each, NeedParallel) for each in value) or (bool(value) and _holds_mark(value[0]))
-    return any(isinstance(each, NeedParallel) or _holds_mark(each) for each in (dataclass_values(value) or {}).values())
+        return any(isinstance(each, NeedParallel) for each in value) or (bool(value) and _holds_mark(value[0], seen))
+    held = (dataclass_values(value) or {}).values()
+    within = seen | {id(value)} if held else seen
+    return any(isinstance(each, NeedParallel) or _holds_mark(each, within) for each in held)
 
 
 def _dealt(

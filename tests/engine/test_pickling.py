@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardtune import NeedParallel, TrainEngine, nn
-from shardtune.engine.pickling import check_sendable, pack, unpack
+from shardtune.engine.pickling import check_sendable, detached, pack, unpack
 from shardtune.errors import ParallelError
 
 RATE, ROWS = 0.1, torch.arange(12, dtype=torch.float64).sin().view(4, 3)
@@ -175,3 +175,21 @@ def test_weights_in_dataclasses_arrive_whole_and_without_a_graph(two_ranks: Trai
         assert torch.equal(first[0].kept.parts[0], module.layer.weight.detach())
         assert not first[0].kept.graph.requires_grad
         assert first[0].shape.is_meta
+
+
+@dataclass
+class Node:
+    weight: torch.Tensor
+    next: Any = None
+
+
+def test_a_dataclass_that_leads_back_to_itself_is_copied_once() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    node = Node(weight)
+    node.next = Node(weight * 2, node)
+    made = detached({"first": node, "again": node}, lambda tensor: tensor, copy=True)
+    first = made["first"]
+    assert first is made["again"] is first.next.next is not node
+    assert not first.weight.requires_grad
+    assert first.next.weight.tolist() == [2.0, 2.0]
+    assert node.weight is weight
