@@ -11,6 +11,7 @@ import typer
 
 from shardtune.cli.arguments import Checkpoint, Trust
 from shardtune.cli.json_text import json_text
+from shardtune.cli.results import results_alone
 from shardtune.errors import ConfigError, ShardtuneError
 
 Target = Annotated[
@@ -72,12 +73,12 @@ def act(
     numbers = None if state is None else _numbers(state)
     from shardtune.run.policy import load_policy
 
-    with _options_in_errors():
+    with results_alone(), _options_in_errors():
         policy = load_policy(run, checkpoint=checkpoint, unnorm_key=unnorm_key, trust=trust or ())
     images = _images(image or [], policy.cameras, policy.spare_cameras)
     _refuse_unread({"state": state, "instruction": instruction}, policy.unread)
     observation = {"images": images, "instruction": instruction or "", "state": numbers}
-    with _options_in_errors():
+    with results_alone(), _options_in_errors():
         actions = policy.predict_action_chunk(observation)
         value = {"value": policy.value(observation)} if policy.has_values else {}
     if as_json:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.arguments import RecipeArgument
+from shardtune.cli.results import results_alone
 from shardtune.cli.words import split_words
 from shardtune.errors import ConfigError, printable
 
@@ -55,7 +56,8 @@ def audit(
 
     path, overrides = split_words(recipe)
     options = Options(near == "on", sample, examples)
-    found = audit_recipe(path, *overrides, options=options, report=print_line)
+    with results_alone(json):
+        found = audit_recipe(path, *overrides, options=options, report=print_line)
     if html is not None:
         try:
             html.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardtune.cli.group import RecipeCommand
+from shardtune.cli.results import results_alone
 from shardtune.cli.words import split_words
 from shardtune.errors import ConfigError
 
@@ -113,7 +114,7 @@ def _check(name: str, words: list[str] | None, steps: int, ranks: list[int], *, 
     recipe = load_recipe(path, overrides)
     progress = Console(stderr=as_json, highlight=False)
     title = f"{name} of {path or ' '.join(overrides)}"
-    with recipe.spelling.in_errors():
+    with results_alone(as_json), recipe.spelling.in_errors():
         found = check_claims(
             claims,
             recipe,

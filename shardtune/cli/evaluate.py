@@ -11,6 +11,7 @@ import typer
 from shardtune.cli.arguments import Checkpoint, Trust
 from shardtune.cli.first_rank import is_first_rank
 from shardtune.cli.json_text import json_text
+from shardtune.cli.results import results_alone
 from shardtune.cli.starting import importing
 from shardtune.cli.words import split_words, without_flags
 from shardtune.errors import ConfigError
@@ -57,9 +58,10 @@ def evaluate(
     _check_one_model(path, overrides, checkpoint)
     if path is None:
         overrides = _of_model(_models_in(overrides)[-1].strip("'\""), overrides)
-    metrics = run_evaluation(path, *overrides, checkpoint=checkpoint, trust=trust or ())
-    if metrics and is_first_rank():
-        typer.echo(json_text(metrics, indent=2))
+    with results_alone() as show:
+        metrics = run_evaluation(path, *overrides, checkpoint=checkpoint, trust=trust or ())
+        if metrics and is_first_rank():
+            show(json_text(metrics, indent=2))
 
 
 def _holds(path: str, *names: str) -> bool:

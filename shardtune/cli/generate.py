@@ -26,6 +26,7 @@ from shardtune.cli.arguments import (
     prepared_without_file,
 )
 from shardtune.cli.first_rank import is_first_rank
+from shardtune.cli.results import results_alone
 from shardtune.cli.starting import importing
 from shardtune.cli.words import refuse_keys, refuse_models
 from shardtune.data.json_rows import DECODER, RepeatedKeyError
@@ -115,7 +116,8 @@ def generate(
         from shardtune.run.plain_model import load_run_or_model
 
     given = _template_kwargs(template_kwargs)
-    source = load_run_or_model(target, trust=trust or ())
+    with results_alone():
+        source = load_run_or_model(target, trust=trust or ())
     questions = [Question(text, image or []) for text in prompts]
     if file is not None:
         questions, notes = read_prompts(file, source.rows_as_trained(prepared=prepared))
@@ -124,7 +126,7 @@ def generate(
     sampling, shown = _sampling("generate", max_new_tokens, temperature, top_p, seed), is_first_rank()
     values = _of_each(questions, given)
     pace = AnsweringPace(len(questions), lambda line: typer.echo(f"generate: {line}", err=True))
-    with _rows_in_errors(file, questions):
+    with results_alone() as show, _rows_in_errors(file, questions):
         answers = source.answers(
             _prompts(questions, system, raw, values),
             sampling,
@@ -136,7 +138,7 @@ def generate(
         )
         for question, answer in zip(questions, answers, strict=True):
             if shown:
-                typer.echo(answer_line(question, answer) if file else printable(answer))
+                show(answer_line(question, answer) if file else printable(answer))
 
 
 def _prompts(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardtune.cli.results import results_alone
 from shardtune.cli.starting import starting
 from shardtune.cli.words import split_words
 from shardtune.errors import ConfigError
@@ -83,19 +85,16 @@ def plan(
     from shardtune.run.plan.plan import Speed, planner
     from shardtune.run.plan.rows import Given
 
-    planning = planner(
-        path,
-        overrides,
-        ranks=gpus,
-        memory=None if gpu_memory is None else _memory(gpu_memory),
-        given=Given(None if tokens is None else round(size("--tokens", tokens)), length),
-        speed=Speed(tokens_per_second, rate_from, mfu, (gpu_tflops or 989.0) * 1e12),
-        report=lambda text: typer.echo(text, err=True),
-    )
-    _show(planning, solve=solve, as_json=as_json)
+    memory = None if gpu_memory is None else _memory(gpu_memory)
+    given = Given(None if tokens is None else round(size("--tokens", tokens)), length)
+    speed = Speed(tokens_per_second, rate_from, mfu, (gpu_tflops or 989.0) * 1e12)
+    with results_alone(as_json) as show:
+        report = partial(typer.echo, err=True)
+        planning = planner(path, overrides, ranks=gpus, memory=memory, given=given, speed=speed, report=report)
+        _show(planning, show, solve=solve, as_json=as_json)
 
 
-def _show(planning: Planner, *, solve: bool, as_json: bool) -> None:
+def _show(planning: Planner, show: Callable[[str], None], *, solve: bool, as_json: bool) -> None:
     """Print the plan, and with `solve` the changes that fit, each as it is found."""
     from shardtune.run.plan.solve import solve as changes_that_fit
     from shardtune.run.plan.table import change_lines, lines
@@ -104,11 +103,11 @@ def _show(planning: Planner, *, solve: bool, as_json: bool) -> None:
     changes = changes_that_fit(planning, found, _computing) if solve else ()
     if as_json:
         further = {"changes": [change.to_dict() for change in changes]} if solve else {}
-        typer.echo(json.dumps({**found.to_dict(), **further}, indent=2))
+        show(json.dumps({**found.to_dict(), **further}, indent=2))
         return
-    typer.echo("\n".join(lines(found)))
+    show("\n".join(lines(found)))
     for line in change_lines(found, changes) if solve else ():
-        typer.echo(line)
+        show(line)
 
 
 def _computing(words: Sequence[str]) -> AbstractContextManager[None]:

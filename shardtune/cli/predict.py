@@ -10,6 +10,7 @@ import typer
 from shardtune.cli.arguments import Checkpoint, Prepared, Trust, prepared_without_file
 from shardtune.cli.first_rank import is_first_rank
 from shardtune.cli.json_text import json_text
+from shardtune.cli.results import results_alone
 from shardtune.cli.starting import importing
 from shardtune.cli.words import refuse_keys, refuse_models
 from shardtune.errors import ConfigError
@@ -65,7 +66,8 @@ def predict(
     with importing():
         from shardtune.run.plain_model import load_run_or_model
 
-    source = load_run_or_model(run, trust=trust or ())
+    with results_alone():
+        source = load_run_or_model(run, trust=trust or ())
     rows = file if file is not None else [{"text": one} for one in text or ()]
     data = source.recipe.data
     as_they_are = file is None and bool(data.transform or data.columns)
@@ -75,6 +77,7 @@ def predict(
         if shown:
             typer.echo(f"predict: {line}", err=True)
 
-    for line in source.predictions(rows, checkpoint=checkpoint, prepared=prepared or as_they_are, report=note):
-        if shown:
-            typer.echo(json_text(line))
+    with results_alone() as show:
+        for line in source.predictions(rows, checkpoint=checkpoint, prepared=prepared or as_they_are, report=note):
+            if shown:
+                show(json_text(line))

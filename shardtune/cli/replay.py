@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.arguments import RunArgument, Trust
+from shardtune.cli.results import results_alone
 from shardtune.errors import ConfigError
 
 Step = Annotated[int, typer.Option(help="The step, as in metrics.jsonl: the first is 1.")]
@@ -77,9 +78,9 @@ def replay(
     from shardtune.run.replay.show import as_json as values
     from shardtune.run.replay.show import show
 
-    found = replayed(
-        run, step, only_rows=only_rows, checkpoint=checkpoint, worst=3 if worst is None else worst, trust=trust or ()
-    )
+    highest = 3 if worst is None else worst
+    with results_alone(as_json):
+        found = replayed(run, step, only_rows=only_rows, checkpoint=checkpoint, worst=highest, trust=trust or ())
     if as_json:
         typer.echo(json.dumps(values(found), indent=2))
     else:
