@@ -188,7 +188,18 @@ def _remedy(message: str, several_ranks: bool) -> str:
 
 
 _NOT_COMPILED = "compiled units have first derivatives only: set model.compile: false for create_graph=True"
+_OF_TWO_DTYPES = (
+    "model.precision is the dtype of parameters and of a batch's numbers: make other tensors of an input's dtype "
+    "(x.new_zeros(3), buffer.to(x.dtype)); with code that casts to fp32 by itself (x.float() before a norm) set "
+    "model.precision: fp32, and for bf16 call the model in the loss within torch.autocast(device, torch.bfloat16)"
+)
 _REMEDIES = {
+    "mixed dtype": _OF_TWO_DTYPES,
+    "the same dtype": _OF_TWO_DTYPES,
+    "expected scalar type": _OF_TWO_DTYPES,
+    "bias type (": _OF_TWO_DTYPES,
+    "weight type (": _OF_TWO_DTYPES,
+    "does not match weight dtype": _OF_TWO_DTYPES,
     "does not require grad and does not have a grad_fn": "an evaluation records no gradients: differentiate inside "
     "`with torch.enable_grad():`, by an input with requires_grad_(), and by weights that are not frozen",
     "compiled with non-empty donated buffers": _NOT_COMPILED,

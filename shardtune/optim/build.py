@@ -193,6 +193,7 @@ def build_optimizer(
     seed: int = 0,
     starts: Mapping[str, int] = MappingProxyType({}),
     outer: Collection[str] = (),
+    shared: Mapping[str, str] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """The optimizer over named parameters, in groups of equal learning rate and weight decay.
 
@@ -205,10 +206,11 @@ def build_optimizer(
         seed: of the run; states in bf16 and int8 and weights in bf16 are rounded by it.
         starts: by name, for parameters of which this rank has a range of the flattened numbers: its first index.
         outer: names of embeddings and the head, which Muon leaves to AdamW, as it does all but matrices.
+        shared: further names of shared parameters, with the name that `parameters` has; for messages.
     """
     kind = optimizer_class(config.name)
     arguments = _arguments(config.name, config)
-    _check_groups(config, parameters)
+    _check_groups(config, parameters, shared)
     if arguments.get("capturable") and any(parameter.device.type == "cpu" for parameter in parameters.values()):
         raise ConfigError(
             "actor.optim.args.capturable: true is for parameters on GPUs",
@@ -251,7 +253,7 @@ def build_optimizer(
     return _make(config.name, settings, arguments)
 
 
-def _check_groups(config: OptimConfig, names: Collection[str]) -> None:
+def _check_groups(config: OptimConfig, names: Collection[str], shared: Mapping[str, str]) -> None:
     """Refuse an entry of `groups` that matches nothing, or whose values later ones replace in all that it matches."""
     matched = [{name for name in names if re.search(as_pattern(group.pattern), name)} for group in config.groups]
     for number, (group, found) in enumerate(zip(config.groups, matched, strict=True)):
@@ -260,7 +262,7 @@ def _check_groups(config: OptimConfig, names: Collection[str]) -> None:
             raise ConfigError(
                 f"actor.optim.groups: the pattern {shown} matches no trainable parameter",
                 where="actor.optim.groups",
-                remedy=remedy_of(group.pattern, list(names)),
+                remedy=_by_its_name(group.pattern, names, shared) or remedy_of(group.pattern, list(names)),
             )
         later = list(zip(config.groups, matched, strict=True))[number + 1 :]
         for key in ("lr", "weight_decay"):
@@ -272,6 +274,12 @@ def _check_groups(config: OptimConfig, names: Collection[str]) -> None:
                     where="actor.optim.groups",
                     remedy="put the wider pattern first, or leave one of them out",
                 )
+
+
+def _by_its_name(pattern: str, names: Collection[str], shared: Mapping[str, str]) -> str:
+    """What to write instead of a pattern that matches a further name of a shared parameter; empty for any other."""
+    found = [other for other in shared if shared[other] in names and re.search(as_pattern(pattern), other)]
+    return f"{found[0]} is shared with {shared[found[0]]}, which is its name here" if found else ""
 
 
 def _kernels(name: str, arguments: ParamGroup, parameters: Iterable[nn.Parameter]) -> ParamGroup:

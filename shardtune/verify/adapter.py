@@ -151,7 +151,8 @@ def _run_all(kit: Kit, checks: Sequence[Check], report: Callable[[str], None]) -
 OF_ANOTHER_DTYPE = (
     "the checks compute in fp64, as model.precision: fp64 does: make layers and parameters in the constructor of the "
     "model (one made in forward or loss has random values and is not trained), and other tensors with the dtype and "
-    "device of an input: torch.ones_like(x), x.new_zeros(3), buffer.to(x.dtype)"
+    "device of an input: torch.ones_like(x), x.new_zeros(3), buffer.to(x.dtype); a layer that casts to fp32 by itself "
+    "(x.float() before a norm) cannot be checked: cast to the dtype of its weight"
 )
 
 

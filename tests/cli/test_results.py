@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ADAPTER = '''
+ADAPTER = """
 import numpy as np
 from torch import nn
 
@@ -32,7 +32,7 @@ class Talking(Adapter):
     def predict_rows(self, model, batch):
         print("predictions")
         return model(batch["x"])[:, 0]
-'''
+"""
 RECIPE = """
 global_batch_size: 2
 model: {adapter: talking.py:Talking, precision: fp32}

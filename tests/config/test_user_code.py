@@ -148,6 +148,20 @@ def test_a_gradient_in_an_evaluation_has_its_own_remedy(tmp_path: Path) -> None:
     assert "with torch.enable_grad():" in told.remedy
 
 
+@pytest.mark.parametrize(
+    "layer", ["nn.LayerNorm(3)", "nn.Linear(3, 3)", "nn.Conv1d(2, 2, 1)", "nn.GRU(3, 3)"], ids=lambda text: text[3:]
+)
+def test_a_layer_that_casts_its_input_by_itself_has_its_own_remedy(tmp_path: Path, layer: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"from torch import nn\nmodel = {layer}.bfloat16()\ndef loss(x):\n    return model(x.float())\n")
+    loss = load_function(f"{file}:loss", "somewhere")
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        loss(torch.ones(2, 2, 3, dtype=torch.bfloat16)[0])
+    told = user_fault(caught.value)
+    assert told is not None
+    assert told.remedy.startswith("model.precision is the dtype of parameters"), told.what
+
+
 def test_a_gradient_for_a_weight_of_a_unit_has_its_own_remedy_on_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

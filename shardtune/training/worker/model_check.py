@@ -19,7 +19,7 @@ from shardtune.parallel.ranks import num_ranks
 from shardtune.parallel.unfit_parameters import check_joined, check_python, check_saved, check_trained
 from shardtune.training.build.lora import adapt, check_frozen, check_stored
 from shardtune.training.build.model import build_empty, check_read_values, freeze, may_lack
-from shardtune.training.worker.model_state import outer_parameters
+from shardtune.training.worker.model_state import outer_parameters, shared_names
 
 
 def weights_of(adapter: Adapter, recipe: Recipe) -> WeightSource:
@@ -67,4 +67,4 @@ def check_model(adapter: Adapter, recipe: Recipe, tokenizer: PreTrainedTokenizer
         check_weights(model, directory, grow=bool(recipe.actor.added_tokens), may_lack=known)
     check_stored(model, config)
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    build_optimizer(trainable, recipe.actor.optim, outer=outer_parameters(model))
+    build_optimizer(trainable, recipe.actor.optim, outer=outer_parameters(model), shared=shared_names(model))

@@ -316,6 +316,7 @@ class ModelState:
             seed=self._recipe.runner.seed,
             starts=weights.starts,
             outer=outer_parameters(self.inner),
+            shared=shared_names(self.inner),
         )
         if actor.optim.ema_decay is not None:
             self.average = AveragedWeights(weights, actor.optim.ema_decay)
@@ -489,6 +490,13 @@ class ModelState:
                 else:
                     values[base.name] = values[first]
         return values
+
+
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters with several names, such as a head that is the embedding: the first name, by each further one."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: names[id(parameter)] for name, parameter in every if names[id(parameter)] != name}
 
 
 def outer_parameters(model: nn.Module) -> set[str]:

@@ -32,6 +32,7 @@ from shardtune.training.build.model import (
     without_values,
 )
 from shardtune.training.step import optimizer_step
+from shardtune.training.worker.model_state import shared_names
 from tests.parallel.test_fsdp2 import group
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole
@@ -565,6 +566,13 @@ def test_a_pattern_of_rates_that_matches_nothing_is_refused_before_training() ->
     config = optim("AdamW").model_copy(update={"groups": [ParameterGroup(pattern="head", lr=0.1)]})
     with pytest.raises(ConfigError, match=r"pattern head matches no trainable parameter(.|\n)*into\.weight"):
         build_optimizer(dict(model.named_parameters()), config)
+
+
+def test_a_pattern_of_rates_for_a_further_name_of_a_parameter_is_answered_with_the_first() -> None:
+    model = made("tied")
+    config = optim("AdamW").model_copy(update={"groups": [ParameterGroup(pattern=r"^out\.weight", lr=0.1)]})
+    with pytest.raises(ConfigError, match=r"out\.weight is shared with into\.weight, which is its name here"):
+        build_optimizer(dict(model.named_parameters()), config, shared=shared_names(model))
 
 
 def test_a_model_without_values_gets_them_back_with_shared_weights_shared() -> None:
