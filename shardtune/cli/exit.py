@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
@@ -21,7 +22,7 @@ from shardtune.errors import (
     printable,
 )
 from shardtune.launch.exit_codes import note_exit_code
-from shardtune.launch.signals import ignored
+from shardtune.launch.signals import ignore, ignored
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 """click's class of parse errors, from the copy of click that typer uses; typed as its subclass."""
@@ -161,9 +162,11 @@ def _print_nowhere() -> None:
 def leave(code: int) -> NoReturn:
     """End the process; a rank without an orderly shutdown of the interpreter.
 
-    The threads of its process group may hang or abort in a shutdown, and other ranks must not wait for it.
+    The threads of its process group may hang or abort in a shutdown, and other ranks must not wait for it. A signal in
+    the shutdown changes nothing: a stop that was repeated, once all is saved, would end with another code.
     """
     note_exit_code(code)
+    atexit.register(ignore)
     with suppress(OSError):  # a terminal or a parent that is gone
         sys.stderr.flush()
         sys.stdout.flush()

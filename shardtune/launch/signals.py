@@ -169,12 +169,18 @@ def listening(*, own_process: bool = False) -> Iterator[StopSignal]:
             signal.signal(number, handler)
 
 
+def ignore() -> None:
+    """Ignore the signals that end a process from here on, except one whose handler is not of Python."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not None:
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def ignored() -> Iterator[None]:
     """Ignore the signals that end a process inside: it is ending, and its message is being printed."""
     before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not None}
-    for number in before:
-        signal.signal(number, signal.SIG_IGN)
+    ignore()
     try:
         yield
     finally:

@@ -171,7 +171,7 @@ def check_same_teacher(run_dir: Path, recipe: Recipe) -> None:
             + "\n    ".join(_shortened(changed)),
             where=str(run_dir),
             remedy="put it back, choose another runner.logger.experiment_name, or go on all the same with "
-            f"runner.allow_changes=[{TEACHER}]",
+            f"{recipe.runner.allowing(TEACHER)}",
         )
 
 
@@ -201,7 +201,7 @@ def check_finished(run_dir: Path, recipe: Recipe, objects: Objects) -> list[str]
             remedy=(
                 "choose another runner.logger.experiment_name to train on what is there now, or start over with "
                 "runner.overwrite=true; the old result is left as it is: load it with shardtune.load_run, or accept it "
-                f"with runner.allow_changes=[{','.join(keys)}]"
+                f"with {recipe.runner.allowing(*keys)}"
             ),
         )
     return notes

@@ -110,9 +110,10 @@ class RankTraining:
         """The plan with the checkpoints that are not damaged; their data have to be the recipe's."""
         report = silent if self._display is None else self._display.report
         sound = sound_first((newest, *plan.older), self._worker.ranks, report)
-        check_same_data(sound[0], self._worker.task, self._recipe.runner)
+        notes = check_same_data(sound[0], self._worker.task, self._recipe.runner)
         check_same_teacher(sound[0].resolve().parent.parent, self._recipe)
-        self._notes = self._worker.ranks.broadcast(input_notes(sound[0].resolve().parent.parent, self._inputs))
+        notes += input_notes(sound[0].resolve().parent.parent, self._inputs)
+        self._notes = self._worker.ranks.broadcast(notes)
         return replace(plan, resume_from=sound[0], older=tuple(sound[1:]))
 
     def run(self, stop: StopSignal, recording: Recording | None) -> None:

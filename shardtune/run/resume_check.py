@@ -73,6 +73,24 @@ FIRST_WEIGHTS = (
 )
 """Keys that choose the first values of trained weights, which a continued run has from its checkpoint."""
 ALLOWED = "allowed by runner.allow_changes"
+TRAINED = (
+    "actor.model.is_lora",
+    "actor.model.lora.r",
+    "actor.model.lora.rank_pattern",
+    "actor.model.lora.target_modules",
+    "actor.model.lora.target_parameters",
+    "actor.model.lora.exclude_modules",
+    "actor.model.lora.layers_to_transform",
+    "actor.model.lora.layers_pattern",
+    "actor.model.lora.use_dora",
+    "actor.model.lora.modules_to_save",
+    "actor.model.freeze",
+    "actor.optim.state_dtype",
+)
+"""Keys that choose which weights and states a checkpoint holds, and in which shapes."""
+ORDERING = ("runner.seed", "data.shuffle", "data.train_data_paths")
+"""Keys that choose the order of an epoch's rows, in which the position is a number of rows."""
+REORDERED = "in an epoch that has begun some rows come twice and others not at all"
 
 
 def is_free(key: str) -> bool:
@@ -143,6 +161,7 @@ def check_changes(
             notes.append(f"{key}: {as_written(was)} -> {as_written(is_now)}; the schedule's horizon moves with it")
         elif recipe.runner.allows(key):
             kept = "; trained weights are those of the checkpoint" if key in FIRST_WEIGHTS else ""
+            kept = f"; {REORDERED}" if key in ORDERING else kept
             notes.append(f"{key}: {as_written(was)} -> {as_written(is_now)} ({ALLOWED}{kept})")
         else:
             refused.append(f"{key}: {as_written(was)} -> {as_written(is_now)}")
@@ -152,13 +171,26 @@ def check_changes(
         raise CheckpointError(
             "the recipe is not the one this run was made with:\n    " + "\n    ".join(refused),
             where=str(run_dir),
-            remedy=(
-                "choose another runner.logger.experiment_name, or continue all the same with "
-                f"runner.allow_changes=[{','.join(line.split(':')[0] for line in refused)}], or start over with "
-                "runner.overwrite=true"
-            ),
+            remedy=_remedy([line.split(":")[0] for line in refused], recipe.runner),
         )
     return tuple(notes)
+
+
+def _remedy(keys: Sequence[str], runner: RunnerConfig) -> str:
+    """What to do about changes that are not allowed yet."""
+    others = [key for key in keys if key not in TRAINED]
+    if trained := [key for key in keys if key in TRAINED]:
+        return (
+            f"put {', '.join(trained)} back, as the checkpoints hold what was trained with it"
+            + (f", and allow the rest with {runner.allowing(*others)}" if others else "")
+            + "; or choose another runner.logger.experiment_name, which may begin with the weights of this run "
+            "(actor.model.model_path: its final/, or an export of a checkpoint), or start over with "
+            "runner.overwrite=true"
+        )
+    return (
+        f"choose another runner.logger.experiment_name, or continue all the same with {runner.allowing(*others)}, or "
+        "start over with runner.overwrite=true"
+    )
 
 
 def _drop_emptied(before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -189,8 +221,8 @@ def has_moved(was: object, now: object) -> bool:
     return old.is_absolute() and new.is_absolute() and same_name and not old.exists() and new.exists()
 
 
-def check_same_data(checkpoint: Path, task: Task, runner: RunnerConfig) -> None:
-    """Refuse to continue on data that differs from what a checkpoint was trained on.
+def check_same_data(checkpoint: Path, task: Task, runner: RunnerConfig) -> list[str]:
+    """Refuse to continue on data that differs from what a checkpoint was trained on; returns notes where it may.
 
     Args:
         checkpoint: its state holds the hashes of its data files.
@@ -201,17 +233,19 @@ def check_same_data(checkpoint: Path, task: Task, runner: RunnerConfig) -> None:
     task.recall_files(before)
     files = task.data_files()
     changed = data_changes(before, files)
-    if not changed or runner.allows("data.train_data_paths"):
-        return
+    if not changed:
+        return []
     key = "data.train_data_paths" if data_changes(_without(before), _without(files)) else "data.quarantine"
-    if runner.allows(key):
-        return
+    if runner.allows("data.train_data_paths") or runner.allows(key):
+        reordered = "" if key == "data.quarantine" else f"; {REORDERED}"
+        shown = [*changed[:4], *([f"and {len(changed) - 4} more files"] if len(changed) > 4 else [])]
+        return [f"{each} ({ALLOWED}{reordered})" for each in shown]
     raise CheckpointError(
         "the training data is not what this run was trained on so far:\n    " + "\n    ".join(changed),
         where=str(checkpoint),
         remedy=(
             "put the data back, choose another runner.logger.experiment_name, or go on all the same with "
-            f"runner.allow_changes=[{key}]"
+            f"{runner.allowing(key)}"
         ),
     )
 

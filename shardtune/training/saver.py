@@ -176,7 +176,7 @@ class Saver:
                 "there is no checkpoint before it, so the same command begins anew"
                 if last is None
                 else f"the last checkpoint is fine: the same command continues from {last} with "
-                "runner.allow_changes=[actor.optim]"
+                f"{worker.recipe.runner.allowing('actor.optim')}"
             ),
         )
 

@@ -410,6 +410,15 @@ def test_a_deferred_signal_is_only_noted() -> None:
     assert not StopSignal().requested
 
 
+def test_a_signal_after_the_end_leaves_the_exit_code() -> None:
+    """A stop that is sent twice, once all is saved: the interpreter takes a while to shut down."""
+    code = (
+        "import atexit, os, signal; from shardtune.cli.exit import leave; "
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM)); leave(75)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 75
+
+
 def test_a_rank_whose_launcher_is_gone_removes_the_directory_of_its_reports(tmp_path: Path) -> None:
     reports, others = tmp_path / "shardtune-rank-x", tmp_path / "others"
     for folder in (reports, others):

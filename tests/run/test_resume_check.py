@@ -11,7 +11,7 @@ import pytest
 
 import shardtune
 from shardtune import Sample
-from shardtune.config import load_recipe
+from shardtune.config import Recipe, load_recipe
 from shardtune.errors import CheckpointError
 from shardtune.run.diff.circumstances import files_read
 from shardtune.run.resume_check import check_changes, data_changes
@@ -66,6 +66,64 @@ def test_keys_in_a_mapping_that_was_empty_are_the_change(tmp_path: Path) -> None
     assert "runner.allow_changes=[data.columns.x]" in str(told.value)
     with pytest.raises(CheckpointError, match=r"made with:\n    data\.columns\.x: input -> null\n"):
         check_changes(now, old, tmp_path)
+
+
+def test_what_is_allowed_already_stays_in_the_key_to_paste(tmp_path: Path) -> None:
+    given = recipe(tmp_path, "Regressor", allow_changes=["optim.lr"])
+    changed = {**given, "actor": {**given["actor"], "optim": {"lr": 1.0, "weight_decay": 0.5}}}
+    with pytest.raises(CheckpointError, match=r"weight_decay: 0\.01 -> 0\.5\n(?s:.*)") as told:
+        check_changes(load_recipe(given), load_recipe(changed), tmp_path)
+    assert "runner.allow_changes=[actor.optim.lr,actor.optim.weight_decay]" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "before", "now"),
+    [
+        ("model", {}, {"freeze": ["linear"]}),
+        ("model", {"is_lora": True, "lora": {"r": 4}}, {"is_lora": True, "lora": {"r": 8}}),
+        ("optim", {}, {"state_dtype": "bf16"}),
+    ],
+)
+def test_what_no_checkpoint_could_go_on_with_is_not_proposed(
+    tmp_path: Path, section: str, before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    def loaded(values: dict[str, Any]) -> Recipe:
+        given = recipe(tmp_path, "Regressor")
+        actor = given["actor"]
+        return load_recipe({**given, "actor": {**actor, section: {**actor.get(section, {}), **values}}})
+
+    with pytest.raises(CheckpointError, match="is not the one this run was made with") as told:
+        check_changes(loaded(before), loaded(now), tmp_path)
+    assert "as the checkpoints hold what was trained with it" in str(told.value)
+    assert "allow_changes" not in str(told.value)
+
+
+def test_of_two_changes_only_the_one_that_checkpoints_can_follow_is_proposed(tmp_path: Path) -> None:
+    given = recipe(tmp_path, "Regressor")
+    model = {**given["actor"]["model"], "freeze": ["linear"]}
+    changed = {**given, "actor": {**given["actor"], "model": model, "optim": {"weight_decay": 0.5}}}
+    with pytest.raises(CheckpointError, match="is not the one this run was made with") as told:
+        check_changes(load_recipe(given), load_recipe(changed), tmp_path)
+    remedy = told.value.remedy or ""
+    assert remedy.startswith("put actor.model.freeze back")
+    assert "and allow the rest with runner.allow_changes=[actor.optim.weight_decay];" in remedy
+
+
+def test_what_moves_the_order_of_rows_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = "in an epoch that has begun some rows come twice and others not at all"
+    given = recipe(tmp_path, "Regressor")
+    seeded = recipe(tmp_path, "Regressor", seed=7, allow_changes=["runner.seed"])
+    assert check_changes(load_recipe(given), load_recipe(seeded), tmp_path) == (
+        f"runner.seed: 42 -> 7 (allowed by runner.allow_changes; {told})",
+    )
+    shardtune.train(given)
+    rows = Path(given["data"]["train_data_paths"])
+    lines = rows.read_text().splitlines(keepends=True)
+    longer = recipe(tmp_path, "Regressor", max_steps=3, allow_changes=["data.train_data_paths"])
+    rows.write_text("".join(lines[:4]))
+    capsys.readouterr()
+    shardtune.train(longer)
+    assert f"allowed by runner.allow_changes; {told}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_records_without_checksums_of_rows_are_the_same() -> None:

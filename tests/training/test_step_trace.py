@@ -38,7 +38,7 @@ RANKS_FUNCTIONS, RANKS_FILES = 19, 5
 frees weights that it has gathered (parallel/whole_weights.py), and the comparison of what ranks have called and used
 (parallel/unit_calls.py), with zeros for what one has not used; whether a backward pass is differentiated itself."""
 MASTERS = {"bf16": 1}
-"""Functions in addition, in a file of their own, where weights are kept in fp32 beside a model that computes in half."""
+"""Functions in addition, in a file of their own, where weights are kept in fp32 beside a model in half precision."""
 HEALTHY = Path(__file__).parents[1] / "support" / "healthy_adapters.py"
 
 

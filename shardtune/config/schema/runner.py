@@ -203,6 +203,10 @@ class RunnerConfig(Section):
         """Whether `allow_changes` names a key, by its dotted name, or what the key is below."""
         return any(f"{changed}.".startswith(f"{name}.") for name in self.allow_changes)
 
+    def allowing(self, *keys: str) -> str:
+        """The override that allows keys beside those that are allowed already, for messages."""
+        return f"runner.allow_changes=[{','.join(dict.fromkeys([*self.allow_changes, *keys]))}]"
+
     callbacks: Annotated[list[FunctionInFile], Distinct] = key(
         [],
         "Your classes that receive the run's events and may request a stop, a save or an evaluation: [file.py:Class].",

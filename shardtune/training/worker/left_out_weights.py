@@ -99,7 +99,7 @@ class LeftOutWeights:
             f"what is read from {self._recipe.actor.model.model_path or 'the model'} has changed",
             where=str(checkpoint),
             remedy="put the base model back"
-            + ("" if is_adapter(checkpoint) else f", or go on all the same with runner.allow_changes=[{BASE}]"),
+            + ("" if is_adapter(checkpoint) else f", or go on all the same with {self._recipe.runner.allowing(BASE)}"),
         )
 
     def _check_begun(self, checkpoint: Path, saved: Mapping[str, str]) -> None:
