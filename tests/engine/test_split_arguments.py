@@ -145,6 +145,13 @@ def test_a_mark_inside_an_argument_is_refused(argument: object):
         divide([], {"batch": argument}, Layout(2), weighed=False)
 
 
+def test_an_argument_that_leads_back_to_itself_is_passed_on():
+    loop = Rollout(0)
+    loop.rows = loop
+    parts = divide([loop, NeedParallel([1, 2])], {}, Layout(2), weighed=False)
+    assert [part.args for part in parts] == [(loop, [1]), (loop, [2])]
+
+
 def test_arguments_have_to_have_as_many_samples():
     with pytest.raises(DataError, match=r"1 \(a list\), 2 \(a list\)"):
         divide([NeedParallel([1])], {"b": NeedParallel([1, 2])}, Layout(), weighed=False)

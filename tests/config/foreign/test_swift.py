@@ -151,6 +151,8 @@ def test_columns_are_named_the_other_way_round() -> None:
         ("--optimizer muon", "actor.optim.name", "Muon"),
         ("--freeze_llm true --tuner_type full", "actor.model.freeze", ["language_model"]),
         ("--strict true", "data.on_bad_row", "absent"),
+        ("--save_total_limit -1", "runner.keep_last", "absent"),
+        ("--eval_strategy steps --split_dataset_ratio 0", "runner.eval_interval", "absent"),
     ],
 )
 def test_what_is_made_of_a_flag(flags: str, key: str, written: object) -> None:

@@ -102,6 +102,23 @@ def test_the_defaults_of_a_command_are_those_of_its_trainer(tmp_path: Path, monk
     assert value(newer, "data.on_too_long") == "absent"  # rows are cut, as no_padding does
 
 
+def test_the_trainer_is_recognised_by_the_keys_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key of the other trainer, which this one does not read, changes nothing."""
+    monkeypatch.chdir(tmp_path)
+    older = typed(FSDP, "data.train_files=a.parquet", "+data.pad_mode=no_padding")
+    assert value(older, "data.on_too_long") == "fail"
+    newer = typed(ENGINE, "+data.multiturn.enable=true")
+    assert value(newer, "actor.max_tokens_per_micro_batch") == 8192
+
+
+@pytest.mark.parametrize(("size", "copies"), [(-1, "absent"), (2, 4), (8, "absent"), (16, "absent")])
+def test_weights_are_in_groups_of_a_size(
+    size: int, copies: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert value(typed(ENGINE, f"engine.fsdp_size={size}"), "actor.parallel.data_replicate") == copies
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.19])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_the_rate_of_each_step_is_verls(
