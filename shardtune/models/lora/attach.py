@@ -268,15 +268,21 @@ def saved_whole(config: peft.PeftConfig) -> Collection[str]:
 
 
 def _stored_whole(model: nn.Module, config: peft.PeftConfig, directory: Path) -> list[str]:
-    """The modules that a stored adapter has in full. For PEFT `norm` is the end of `input_layernorm` as well."""
+    """The modules that a stored adapter has in full. For PEFT `norm` is the end of `input_layernorm` as well.
+
+    PEFT writes `classifier` and `score` for every classifier, whichever of them its class has: a name that neither the
+    model nor the adapter's file has is left out.
+    """
     endings = list(saved_whole(config))
+    modules = [name for name, module in model.named_modules() if next(module.parameters(), None) is not None]
     further = [
-        name
-        for name, _ in model.named_modules()
-        if name.endswith(tuple(endings)) and not any(ends(name, ending) for ending in endings)
+        name for name in modules if name.endswith(tuple(endings)) and not any(ends(name, ending) for ending in endings)
     ]
-    stored = _stored_names(directory) if further else ()
-    return endings + [name for name in further if any(key.startswith(f"{PREFIX}{name}.") for key in stored)]
+    absent = [ending for ending in endings if not any(ends(name, ending) for name in modules)]
+    stored = _stored_names(directory) if further or absent else ()
+    unknown = [ending for ending in absent if not any(f".{ending}." in key for key in stored)]
+    also = [name for name in further if any(key.startswith(f"{PREFIX}{name}.") for key in stored)]
+    return [ending for ending in endings if ending not in unknown] + also
 
 
 def _stored_names(directory: Path) -> Collection[str]:

@@ -781,6 +781,21 @@ def test_an_adapter_that_parts_tied_weights_is_refused(names: list[str], message
     assert "tie_word_embeddings = False" in str(error.value.remedy)
 
 
+def test_the_heads_of_other_classes_that_peft_names_for_every_classifier_are_left_out(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=8, **sizes)
+    settings = peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    peft.get_peft_model(BertForSequenceClassification(config), settings).save_pretrained(str(tmp_path))
+    assert sorted(peft.LoraConfig.from_pretrained(str(tmp_path)).modules_to_save or ()) == ["classifier", "score"]
+    model = BertForSequenceClassification(config)
+    attach_adapter(model, LoraConfig(load_from=str(tmp_path)))
+    assert adapter_config(model).modules_to_save == ["classifier"]
+    other = peft.get_peft_model(BertForSequenceClassification(config), peft.LoraConfig(modules_to_save=["pooler"]))
+    other.save_pretrained(str(tmp_path / "of_another"))
+    with pytest.raises(ConfigError, match="no module with parameters of LlamaForCausalLM is called pooler"):
+        attach_adapter(empty(tiny_config("llama")), LoraConfig(load_from=str(tmp_path / "of_another")))
+
+
 def test_modules_that_peft_finds_by_the_end_of_a_word_are_trained_and_saved(tmp_path: Path) -> None:
     """`norm` is for PEFT the end of `input_layernorm` as well; in a recipe it is not."""
     model = saved("llama", tmp_path / "base")
