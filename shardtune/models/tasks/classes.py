@@ -53,11 +53,21 @@ class Classifier(TextTask):
             return stored or self._output_names
         read = labels_of_rows(self.recipe, self.train_data, self.row_labels, self.label_form)
         if stored is None:
-            return [str(label) for label in read]
+            return self._numbered(read)
         unknown = [str(label) for label in read if place_of(label, stored) is None]
         if unknown:
             raise self._other_labels(f"the training rows have the label {unknown[0]!r}", stored, LABELS)
         return stored
+
+    def _numbered(self, read: Sequence[int | str]) -> list[str]:
+        """The labels of the rows, for a new head or one whose outputs have numbers for names, as `LABEL_10`.
+
+        Rows may name its outputs so, or have some of their numbers; otherwise theirs are the names of all its outputs.
+        """
+        found, outputs = [str(label) for label in read], self._output_names
+        if not self.has_trained_head or (len(found) == len(outputs) and not {*found} <= {*outputs}):
+            return found
+        return outputs if all(place_of(label, outputs) is not None for label in read) else found
 
     def _given(self, given: list[str], stored: list[str] | None) -> list[str]:
         where = self.recipe.where(LABELS) or LABELS
@@ -86,9 +96,7 @@ class Classifier(TextTask):
     @cached_property
     def _stored(self) -> list[str] | None:
         """The labels of a classifier that is trained further; None for a base model."""
-        config = self.loaded_config
-        heads = [name for name in config.architectures or [] if name.endswith(self.auto_suffix)]
-        if not heads or self.recipe.actor.model.from_scratch:
+        if not self.has_trained_head:
             return None
         names = self._output_names
         return None if names == [f"LABEL_{number}" for number in range(len(names))] else names
@@ -96,7 +104,7 @@ class Classifier(TextTask):
     @property
     def _output_names(self) -> list[str]:
         """The names of its outputs in the config."""
-        return [str(name) for _, name in sorted((self.loaded_config.id2label or {}).items())]
+        return [str(name) for _, name in sorted((self.loaded_config.id2label or {}).items(), key=_place)]
 
     def configure(self, config: PreTrainedConfig) -> None:
         config.id2label = dict(enumerate(self.labels))
@@ -114,3 +122,8 @@ class Classifier(TextTask):
     def take_encoding_settings(self, settings: Mapping[str, Any]) -> None:
         super().take_encoding_settings(settings)
         self._found = list(settings["labels"])
+
+
+def _place(name: tuple[int | str, str]) -> int:
+    """The number of an output, which an override may have as text."""
+    return int(name[0])

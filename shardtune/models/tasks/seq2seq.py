@@ -73,7 +73,6 @@ class Seq2Seq(TextTask):
 
     Options = Seq2SeqOptions
     auto = AutoModelForSeq2SeqLM
-    libraries = ("rouge_score",)
     token_fields = ("input_ids", "target")
     padding: ClassVar[Mapping[str, float]] = {"input_ids": PADDED, "token_type_ids": 0, "target": PADDED}
     row_form = "{source, target}"
@@ -194,6 +193,10 @@ class Seq2Seq(TextTask):
         return [*found]
 
     @property
+    def libraries(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride] (depends on answers)
+        return ("rouge_score",) if self.writes else ()
+
+    @property
     def set_metric_names(self) -> Sequence[str]:
         written = ("exact_match", *(ROUGE if installed(*self.libraries) else ())) if self.writes else ()
         return ("token_accuracy", *written)
@@ -207,13 +210,13 @@ class Seq2Seq(TextTask):
         return found | (rouge(references, answers) if installed(*self.libraries) else {})
 
     def notes(self) -> Sequence[str]:
-        written = super().notes() if self.writes else ()
+        notes = super().notes()
         ends = self.config.to_dict().get("eos_token_id")
         ids = self.tokenizer(text_target="a", verbose=False)["input_ids"]
         if ends is None or {*ids} & {*(ends if isinstance(ends, list) else [ends])}:
-            return written
+            return notes
         return [
-            *written,
+            *notes,
             f"the tokenizer appends no end token (eos_token_id {ends}) to a target: where rows do not have it either, "
             "the model does not learn where to stop",
         ]

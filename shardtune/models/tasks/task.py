@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
 from shardtune.models.adapter import Evaluation as Evaluated
 from shardtune.models.mixed_precision import compute_in
-from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config
+from shardtune.models.pretrained import MODEL_PATH, OVERRIDES, check_vocabulary, load_config
+from shardtune.models.router_loss import RouterLoss
 from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, parts_of, require_tokens
 from shardtune.models.tasks.half_probe import check_half
 from shardtune.models.tasks.metrics import installed
@@ -43,6 +45,18 @@ PADDED_TEXTS = (
     "numbers of a row depend on those beside it, so on the micro-batch"
 )
 NOT_COMPARED = "whether padding changes a row of this model was not compared, as it computes no shortened row: {}"
+NO_BALANCE = (
+    "output_router_logits: true of the model's config has no effect: the loss of this {} has no balance loss of routers"
+)
+OWN_LABELS = "name the labels in their order, actor.model.options: {labels: [bad, good]}"
+OWN_SETTINGS: Mapping[str, str] = {
+    "id2label": OWN_LABELS,
+    "label2id": OWN_LABELS,
+    "problem_type": "choose the task by actor.model.model_type: sequence_classifier, which has "
+    "options: {multi_label: true}, or regression",
+    "pad_token_id": "leave it out, or give a tokenizer with this padding token",
+}
+"""What to do instead of overriding a setting of the config that a task sets itself."""
 Record = Mapping[str, Any]
 """What the metrics of a set and predictions are computed from, of one row."""
 Outputs = Mapping[str, torch.Tensor]
@@ -87,6 +101,7 @@ class TextTask(Adapter):
         check_vocabulary(self.tokenizer, config, self.recipe.actor.added_tokens)
         self.configure(config)
         self._check_head(config.num_labels)
+        self._check_overrides(config)
         return config
 
     def not_of_text(self) -> ConfigError:
@@ -102,13 +117,31 @@ class TextTask(Adapter):
     def _check_head(self, outputs: int | None) -> None:
         """Refuse a trained head with another number of outputs."""
         loaded, model = self.loaded_config, self.recipe.actor.model
-        trained = any(name.endswith(self.auto_suffix) for name in loaded.architectures or []) and not model.from_scratch
-        if trained and loaded.num_labels != outputs:
+        if self.has_trained_head and loaded.num_labels != outputs:
             raise ConfigError(
                 f"{model.model_path} has a head of {loaded.num_labels} outputs, this {model.model_type} has {outputs}",
                 where=MODEL_PATH,
                 remedy="begin from a model without a head",
             )
+
+    def _check_overrides(self, config: PreTrainedConfig) -> None:
+        """Refuse a setting of the recipe in whose place the task sets its own."""
+        model = self.recipe.actor.model
+        given, used = (json.loads(one.to_json_string(use_diff=False)) for one in (self.loaded_config, config))
+        for name in model.config_overrides:
+            if name in used and used[name] != given.get(name):
+                raise ConfigError(
+                    f"{OVERRIDES}.{name} is {given.get(name)!r:.200}, "
+                    f"and this {model.model_type} sets {used[name]!r:.200}",
+                    where=OVERRIDES,
+                    remedy=OWN_SETTINGS.get(name, "leave it out"),
+                )
+
+    @property
+    def has_trained_head(self) -> bool:
+        """Whether training begins from a model with the task's head."""
+        heads = [name for name in self.loaded_config.architectures or [] if name.endswith(self.auto_suffix)]
+        return bool(heads) and not self.recipe.actor.model.from_scratch
 
     @property
     def auto_suffix(self) -> str:
@@ -382,11 +415,13 @@ class TextTask(Adapter):
     """Those of the extra `tasks` that its metrics need."""
 
     def notes(self) -> Sequence[str]:
+        routers = [NO_BALANCE.format(self.recipe.actor.model.model_type)] if RouterLoss.of(self.config).factor else []
         absent = [name for name in self.libraries if not installed(name)]
         if not absent or not self.evaluates:
-            return super().notes()
+            return [*super().notes(), *routers]
         return [
             *super().notes(),
+            *routers,
             f"{', '.join(absent)} is not installed, so evaluation leaves out the metrics that it computes: "
             "pip install 'shardtune[tasks]'",
         ]
