@@ -15,6 +15,7 @@ from shardtune.models.adapter import Adapter, WeightSource
 from shardtune.models.adapter_contract import check_value_head
 from shardtune.models.pretrained import model_directory
 from shardtune.optim.build import build_optimizer
+from shardtune.parallel.layer_drop import check_layer_drop
 from shardtune.parallel.ranks import num_ranks
 from shardtune.parallel.unfit_parameters import check_joined, check_python, check_saved, check_trained
 from shardtune.training.build.lora import adapt, check_frozen, check_stored
@@ -57,7 +58,7 @@ def check_model(adapter: Adapter, recipe: Recipe, tokenizer: PreTrainedTokenizer
         check_python(model)
     if layout.flat and layout.num_ranks > 1:
         check_joined(dict(model.named_parameters()))
-    adapter.shard_units(model)
+    check_layer_drop(model, adapter.shard_units(model)[0], layout)
     if isinstance(model, PreTrainedModel) and isinstance(source, (str, Path)):
         directory, parts = model_directory(str(source)), may_lack(adapter.new_parts)
 

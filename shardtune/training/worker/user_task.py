@@ -16,6 +16,7 @@ from shardtune.data.user_loader.rng import LoaderRng
 from shardtune.models.activation_checkpointing import set_execution
 from shardtune.models.adapter import WeightSource, cannot_share_sequences
 from shardtune.models.value_loss import HEAD
+from shardtune.parallel.layer_drop import check_layer_drop
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel, check_experts
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
@@ -118,6 +119,7 @@ class UserTask(Task):
 
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         self._check_sequence(ranks.layout)
+        check_layer_drop(model, self.shard_units(model)[0], ranks.layout)
         return apply_model_parallel(model, *_plans(model), ranks, None)
 
     def check_layout(self, model: nn.Module, layout: Layout) -> None:
@@ -131,6 +133,7 @@ class UserTask(Task):
         if layout.num_ranks > 1:
             check_python(model)
             check_trained(model, self._recipe.actor.model.precision, on_ranks=True)
+            check_layer_drop(model, self.shard_units(model)[0], layout)
             if layout.flat:
                 check_joined(dict(model.named_parameters()))
 
