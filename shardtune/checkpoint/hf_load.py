@@ -230,6 +230,16 @@ def _missing(model: PreTrainedModel, targets: Mapping[str, BaseTensor], assignme
     ]
 
 
+def _new_head(model: PreTrainedModel, missing: Sequence[str], path: Path) -> str:
+    """What an adapter returns where all that a directory lacks stands beside the base model, such as a new head."""
+    base = model.base_model_prefix
+    parts = sorted({name.partition(".")[0] for name in missing})
+    if model.base_model is model or base in parts:
+        return ""
+    entries = ", ".join(f'"{part}": None' for part in parts)
+    return f'; where an adapter of yours adds a new head, initial_weights returns {{"{base}": "{path}", {entries}}}'
+
+
 def _check_complete(
     model: PreTrainedModel,
     targets: Mapping[str, BaseTensor],
@@ -249,6 +259,7 @@ def _check_complete(
             f"are not among the weights: {_few(missing)}",
             where=str(path),
             remedy="the weights belong to another model than config.json, or are incomplete"
+            + _new_head(model, missing, path)
             + ("; what the class adds to them, give in a state dict (initial_weights, materialization_source)" * own),
         )
 

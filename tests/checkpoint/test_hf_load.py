@@ -25,6 +25,9 @@ from transformers import (
     AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
+    BertForQuestionAnswering,
+    BertModel,
     GenerationConfig,
     MarianConfig,
     MarianMTModel,
@@ -169,6 +172,20 @@ def test_a_tied_weight_is_found_under_its_other_name(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda t: t.update({"model.embed_tokens.weight": t["lm_head.weight"] + 1}))
     with pytest.raises(ModelError, match=r"ties 'lm_head.weight' and 'model.embed_tokens.weight'.*differ"):
         loaded("llama_tied", tmp_path)
+
+
+def test_a_base_model_without_the_head_names_how_one_begins_anew(tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    BertModel(config, add_pooling_layer=False).save_pretrained(tmp_path)
+    with init_empty_weights():
+        model = BertForQuestionAnswering(config)
+    with pytest.raises(ModelError, match="not among the weights: qa_outputs") as raised:
+        load_weights(model, tmp_path, dtype=torch.float32)
+    assert f'initial_weights returns {{"bert": "{tmp_path}", "qa_outputs": None}}' in raised.value.remedy
+    rewrite(tmp_path, lambda tensors: tensors.pop("embeddings.word_embeddings.weight"))
+    with pytest.raises(ModelError, match="word_embeddings") as raised:  # of the base, too
+        load_weights(model, tmp_path, dtype=torch.float32)
+    assert "initial_weights" not in raised.value.remedy
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
