@@ -2,13 +2,14 @@
 
 A rank that leaves out a layer whose weights are sharded does not gather them, and the others wait, or take the next
 layer's for them. Some classes of transformers compute such a layer all the same where it is sharded, and discard what
-it gives; they ask `is_fsdp_managed_module`.
+it gives; they call `is_fsdp_managed_module`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from types import FunctionType
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -49,12 +50,14 @@ def check_layer_drop(model: nn.Module, units: Collection[nn.Module], layout: Lay
 
 def _share(module: nn.Module) -> float:
     """The share of its layers that a module leaves out without computing them."""
-    names = inspect.unwrap(type(module).forward).__code__.co_names
+    forward = inspect.unwrap(type(module).forward)
+    names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
     if SETTING not in names or ASKS in names:
         return 0.0
     config = vars(module).get("config")
     values = {**(vars(config) if isinstance(config, PreTrainedConfig) else {}), **vars(module)}
-    return float(values.get(SETTING) or 0.0)
+    share = values.get(SETTING)
+    return float(share) if isinstance(share, int | float) else 0.0
 
 
 def _settings(module: nn.Module) -> str:

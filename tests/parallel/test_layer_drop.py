@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,16 @@ def test_layers_that_are_computed_all_the_same_are_not_refused():
         model = empty(config)
         check_layer_drop(model, choose_units(model, (), None)[0], TWO)
     check_layer_drop(Deep(0.0), [], TWO)
+
+
+def test_a_forward_without_code_of_its_own_and_another_attribute_of_the_name_are_passed_over():
+    class Called(Deep):
+        forward = partialmethod(Deep.forward)
+
+    check_layer_drop(Called(0.5), choose_units(Called(0.5), ("Linear",), None)[0], TWO)
+    named = Deep(0.0)
+    vars(named)["layerdrop"] = "none"
+    check_layer_drop(named, choose_units(named, ("Linear",), None)[0], TWO)
 
 
 def test_it_is_said_before_ranks_start(tmp_path: Path):
