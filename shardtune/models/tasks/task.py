@@ -48,6 +48,13 @@ NOT_COMPARED = "whether padding changes a row of this model was not compared, as
 NO_BALANCE = (
     "output_router_logits: true of the model's config has no effect: the loss of this {} has no balance loss of routers"
 )
+EVALUATED_CAPACITY = "moe_eval_capacity_token_fraction"
+SHARED_CAPACITY = (
+    "all tokens of a forward share the capacity of this model's experts, and an evaluation changes it "
+    f"({EVALUATED_CAPACITY}: {{}}): losses depend on the micro-batch and on evaluations before; with actor.model."
+    f"config_overrides: {{{{{EVALUATED_CAPACITY}: 0.0, expert_capacity: N}}}}, N the tokens of a micro-batch, "
+    "they are those of each row alone"
+)
 OWN_LABELS = "name the labels in their order, actor.model.options: {labels: [bad, good]}"
 OWN_SETTINGS: Mapping[str, str] = {
     "id2label": OWN_LABELS,
@@ -416,6 +423,8 @@ class TextTask(Adapter):
 
     def notes(self) -> Sequence[str]:
         routers = [NO_BALANCE.format(self.recipe.actor.model.model_type)] if RouterLoss.of(self.config).factor else []
+        share = self.config.to_dict().get(EVALUATED_CAPACITY)  # of NLLB-MoE
+        routers += [SHARED_CAPACITY.format(share)] if isinstance(share, int | float) and share > 0 else []
         absent = [name for name in self.libraries if not installed(name)]
         if not absent or not self.evaluates:
             return [*super().notes(), *routers]

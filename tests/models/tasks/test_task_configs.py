@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForSequenceClassification, SwitchTransformersConfig
+from transformers import AutoModelForSequenceClassification, NllbMoeConfig, SwitchTransformersConfig
 
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError
@@ -109,3 +109,12 @@ def test_a_balance_loss_that_a_task_does_not_have_is_said(tmp_path: Path):
         ).save_pretrained(tmp_path)
         notes = task_of(tmp_path, "seq2seq", rows("seq2seq", 2), tmp_path).notes()
         assert any("the loss of this seq2seq has no balance loss" in note for note in notes) is is_on
+
+
+def test_a_capacity_of_experts_that_rows_share_is_said(tmp_path: Path):
+    save_tokenizer(tmp_path, pair=False)
+    for share, is_said in ((1.0, True), (0.0, False)):
+        NllbMoeConfig(moe_eval_capacity_token_fraction=share, eos_token_id=3, **SIZES).save_pretrained(tmp_path)
+        notes = task_of(tmp_path, "seq2seq", rows("seq2seq", 2), tmp_path).notes()
+        told = "with actor.model.config_overrides: {moe_eval_capacity_token_fraction: 0.0, expert_capacity: N}"
+        assert any(told in note for note in notes) is is_said
