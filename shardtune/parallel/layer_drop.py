@@ -50,7 +50,8 @@ def check_layer_drop(model: nn.Module, units: Collection[nn.Module], layout: Lay
 
 def _share(module: nn.Module) -> float:
     """The share of its layers that a module leaves out without computing them."""
-    forward = inspect.unwrap(type(module).forward)
+    forward = inspect.getattr_static(type(module), "forward")  # of TorchScript's classes it cannot be read otherwise
+    forward = inspect.unwrap(forward) if callable(forward) else forward
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
     if SETTING not in names or ASKS in names:
         return 0.0
