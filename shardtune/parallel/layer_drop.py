@@ -19,7 +19,8 @@ from shardtune.errors import ModelError
 
 SETTING = "layerdrop"
 """The attribute, of a stack of layers or of its config, with the share of layers that are left out."""
-ASKS = "is_fsdp_managed_module"
+COMPUTES_ALL = "is_fsdp_managed_module"
+"""The function of transformers by which a forward finds that it has to compute every layer."""
 
 
 def check_layer_drop(model: nn.Module, units: Collection[nn.Module], layout: Layout) -> None:
@@ -53,7 +54,7 @@ def _share(module: nn.Module) -> float:
     forward = inspect.getattr_static(type(module), "forward")  # of TorchScript's classes it cannot be read otherwise
     forward = inspect.unwrap(forward) if callable(forward) else forward
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
-    if SETTING not in names or ASKS in names:
+    if SETTING not in names or COMPUTES_ALL in names:
         return 0.0
     config = vars(module).get("config")
     values = {**(vars(config) if isinstance(config, PreTrainedConfig) else {}), **vars(module)}

@@ -24,11 +24,11 @@ from shardtune.models.adapter import Adapter, AdapterRoot, Losses, named
 from shardtune.models.adapter import Evaluation as Evaluated
 from shardtune.models.mixed_precision import compute_in
 from shardtune.models.pretrained import MODEL_PATH, OVERRIDES, check_vocabulary, load_config
-from shardtune.models.router_loss import RouterLoss
 from shardtune.models.tasks.encoder import PADDED, TextEncoder, TextSample, parts_of, require_tokens
 from shardtune.models.tasks.half_probe import check_half
 from shardtune.models.tasks.metrics import installed
 from shardtune.models.tasks.padding_probe import padding_changes
+from shardtune.models.tasks.router_notes import router_notes
 from shardtune.models.user_metrics import Measure, checked
 from shardtune.parallel.fp32_compute import may_be_the_models
 from shardtune.parallel.half_products import HALF
@@ -45,16 +45,6 @@ PADDED_TEXTS = (
     "numbers of a row depend on those beside it, so on the micro-batch"
 )
 NOT_COMPARED = "whether padding changes a row of this model was not compared, as it computes no shortened row: {}"
-NO_BALANCE = (
-    "output_router_logits: true of the model's config has no effect: the loss of this {} has no balance loss of routers"
-)
-EVALUATED_CAPACITY = "moe_eval_capacity_token_fraction"
-SHARED_CAPACITY = (
-    "all tokens of a forward share the capacity of this model's experts, and an evaluation changes it "
-    f"({EVALUATED_CAPACITY}: {{}}): losses depend on the micro-batch and on evaluations before; with actor.model."
-    f"config_overrides: {{{{{EVALUATED_CAPACITY}: 0.0, expert_capacity: N}}}}, N the tokens of a micro-batch, "
-    "they are those of each row alone"
-)
 OWN_LABELS = "name the labels in their order, actor.model.options: {labels: [bad, good]}"
 OWN_SETTINGS: Mapping[str, str] = {
     "id2label": OWN_LABELS,
@@ -422,9 +412,7 @@ class TextTask(Adapter):
     """Those of the extra `tasks` that its metrics need."""
 
     def notes(self) -> Sequence[str]:
-        routers = [NO_BALANCE.format(self.recipe.actor.model.model_type)] if RouterLoss.of(self.config).factor else []
-        share = self.config.to_dict().get(EVALUATED_CAPACITY)  # of NLLB-MoE
-        routers += [SHARED_CAPACITY.format(share)] if isinstance(share, int | float) and share > 0 else []
+        routers = router_notes(self.config, str(self.recipe.actor.model.model_type))
         absent = [name for name in self.libraries if not installed(name)]
         if not absent or not self.evaluates:
             return [*super().notes(), *routers]
