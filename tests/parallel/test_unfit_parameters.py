@@ -142,6 +142,21 @@ class Scripted(Net):
             self.head = torch.jit.script(self.head)
 
 
+class Skipping(Net):
+    """Of whose layers a draw would leave out half; here none is left out, so that one rank has numbers to compare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layerdrop = 0.5
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = self.embed(x)
+        for layer in self.layers:
+            values = layer(values) if self.layerdrop < 1 else values
+        return self.head(values)
+
+
 SPARSE = "embed is an nn.Embedding with sparse=True"
 SCRIPTED = "head is a module of TorchScript"
 COMPLEX = "turn holds complex numbers (complex128), which checkpoints and models on disk cannot hold"
@@ -160,6 +175,7 @@ EXPECTED = {
     MaxNorm: (FINE, MAX_NORM, MAX_NORM, MAX_NORM),
     Empty: (FINE,) * 4,
     Scripted: (FINE, SCRIPTED, SCRIPTED, SCRIPTED),
+    Skipping: (FINE, *(("the model (Skipping) leaves out layers at random in training (a share of 0.5)",) * 3)),
     Lazy: ("head.weight of Lazy gets its shape from a first forward pass",) * 4,
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForSequenceClassification, NllbMoeConfig, SwitchTransformersConfig
+from transformers import AutoModelForSequenceClassification, NllbMoeConfig, SwitchTransformersConfig, T5Config
 
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError
@@ -85,20 +85,20 @@ def test_an_override_of_what_the_task_sets_is_refused(
 
 
 def test_overrides_that_say_what_the_task_sets_are_used(tmp_path: Path):
-    names = dict(enumerate("abc"))
+    names = dict(enumerate("abcdefghijkl"))
     overrides: dict[str, object] = {"id2label": names, "problem_type": "single_label_classification"}
-    data = [{"text": "a cat", "label": name} for name in "abc"]
+    data = [{"text": "a cat", "label": name} for name in names.values()]
     task = task_of(
         tmp_path, "sequence_classifier", data, save_encoder(tmp_path / "encoder"), config_overrides=overrides
     )
     assert task.config.id2label == names
-    backwards = {str(number): name for number, name in enumerate("cba")}  # of a trained head, which has no names
-    trained = numbered(tmp_path, 3)
+    backwards = {str(number): name for number, name in enumerate("lkjihgfedcba")}  # of a trained head without names
+    trained = numbered(tmp_path, 12)
     named = task_of(tmp_path, "sequence_classifier", data, trained, config_overrides={"id2label": backwards})
     with pytest.raises(ConfigError, match="label2id"):
         task_of(tmp_path, "sequence_classifier", data, trained, config_overrides={"label2id": {"c": 0}}).build()
-    assert named.config.id2label == dict(enumerate("cba"))
-    assert named.encode(data[0]).fields["labels"] == 2
+    assert named.config.id2label == dict(enumerate("lkjihgfedcba"))
+    assert named.encode(data[0]).fields["labels"] == 11
 
 
 def test_a_balance_loss_that_a_task_does_not_have_is_said(tmp_path: Path):
@@ -109,6 +109,23 @@ def test_a_balance_loss_that_a_task_does_not_have_is_said(tmp_path: Path):
         ).save_pretrained(tmp_path)
         notes = task_of(tmp_path, "seq2seq", rows("seq2seq", 2), tmp_path).notes()
         assert any("the loss of this seq2seq has no balance loss" in note for note in notes) is is_on
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_library_for_answers_is_missed_where_answers_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+):
+    save_tokenizer(tmp_path, pair=False)
+    T5Config(eos_token_id=3, **SIZES).save_pretrained(tmp_path)
+    monkeypatch.setattr("shardtune.models.tasks.task.installed", lambda *_: False)
+    data = {"train_data_paths": write(tmp_path / "rows.jsonl", rows("seq2seq", 2))}
+    recipe = {
+        "model": {"model_type": "seq2seq", "model_path": str(tmp_path)},
+        "data": {**data, "eval_data_paths": data["train_data_paths"], "cache_dir": str(tmp_path / "cache")},
+        "eval": {"generate": writes},
+    }
+    notes = find_adapter(load_recipe(recipe)).notes()
+    assert any("rouge_score is not installed" in note for note in notes) is writes
 
 
 def test_a_capacity_of_experts_that_rows_share_is_said(tmp_path: Path):
